@@ -1,0 +1,153 @@
+"""What crosses the border of the sampling layer: a request goes in, a group of completions comes out.
+
+All are frozen dataclasses of NumPy arrays and plain values, so they travel between processes unchanged.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sampling.errors import ConfigError, PromptError
+from sampling.params import SamplingParams
+
+
+class StopReason(enum.StrEnum):
+    """Every way in which a completion can end."""
+
+    EOS = "eos"
+    """The model drew an end-of-sequence token."""
+    STOP_TOKEN = "stop_token"
+    """The model drew one of the request's own stop tokens."""
+    STOP_STRING = "stop_string"
+    """The last token completed one of the request's stop strings."""
+    LENGTH = "length"
+    """The request's budget of new tokens, or its total length, is used up."""
+    GRAMMAR_DONE = "grammar_done"
+    """The grammar allows nothing more."""
+    CACHE_FULL = "cache_full"
+    """The slot's key/value cache has no room for another token."""
+    UNDEFINED_DISTRIBUTION = "undefined_distribution"
+    """The scores were NaN, +inf or all removed: there was nothing to draw from."""
+    CONSTRAINT_DEAD_END = "constraint_dead_end"
+    """The row's constraints together allow no token."""
+    ABORTED = "aborted"
+    """The caller withdrew the request."""
+
+    @property
+    def code(self) -> int:
+        """The reason as the compiled programs carry it; 0 is kept for a row that still runs."""
+        return tuple(StopReason).index(self) + 1
+
+    @classmethod
+    def from_code(cls, code: int) -> StopReason:
+        """The reason behind a code of the compiled programs."""
+        return tuple(cls)[code - 1]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The fixed shapes of one engine. Rows keep their bits only within one geometry, so it is recorded with them.
+
+    Attributes:
+        slots: rows that decode at the same time.
+        cache_len: tokens that one slot can hold, prompt and completion together.
+        prefill_rows: prompts that one prefill step advances.
+        prefill_chunk: prompt tokens that one prefill step reads per prompt.
+    """
+
+    slots: int = 32
+    cache_len: int = 512
+    prefill_rows: int = 1
+    prefill_chunk: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "cache_len", "prefill_rows", "prefill_chunk"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"geometry.{name}: expected a whole number of at least 1, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and the samples wanted of it. Its completions come back together, as a Group.
+
+    Attributes:
+        prompt_id: names the prompt within the run; key material for its draws.
+        prompt_tokens: int32 [prompt_len], at least one token.
+        params: how to sample, the same for every sample of the request.
+        run_seed: key material; `params.seed` takes its place where it is set.
+        sample_indices: which samples of the prompt to draw; by default 0 .. params.n - 1.
+    """
+
+    prompt_id: str
+    prompt_tokens: np.ndarray
+    params: SamplingParams = field(default_factory=SamplingParams)
+    run_seed: int = 0
+    sample_indices: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        tokens = np.asarray(self.prompt_tokens)
+        if tokens.ndim != 1 or tokens.size == 0:
+            raise PromptError(
+                f"prompt {self.prompt_id!r}: expected a list of at least one token id, got shape {tokens.shape};"
+                " a model needs at least one token to continue from"
+            )
+        if not np.issubdtype(tokens.dtype, np.integer):
+            raise PromptError(f"prompt {self.prompt_id!r}: expected integer token ids, got dtype {tokens.dtype}")
+        object.__setattr__(self, "prompt_tokens", np.ascontiguousarray(tokens, dtype=np.int32))
+        indices = tuple(self.sample_indices) or tuple(range(self.params.n))
+        if len(set(indices)) != len(indices) or min(indices) < 0:
+            raise ConfigError(f"prompt {self.prompt_id!r}: sample indices must be distinct and >= 0, got {indices}")
+        object.__setattr__(self, "sample_indices", indices)
+
+    @property
+    def seed(self) -> int:
+        """The seed that the request's draws start from."""
+        return self.run_seed if self.params.seed is None else self.params.seed
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished sample. Per-token arrays have one entry per drawn token, the stop token included.
+
+    Attributes:
+        prompt_id: the request's prompt id.
+        sample_index: which sample of the prompt this is.
+        prompt_tokens: int32 [prompt_len].
+        completion_tokens: int32 [completion_len].
+        behaviour_logprobs: float32 [completion_len], nats: log of the probability with which each token was
+            drawn, after every transform, filter and renormalisation. Exactly 0.0 for greedy rows.
+        model_logprobs: float32 [completion_len], nats: the untouched model's, at temperature 1.
+        log_kept_mass: float32 [completion_len], nats: log of the model's probability mass on the final support.
+        policy_versions: int32 [completion_len]: version of the weights that drew each token.
+        key: uint32 [2]: the row's key, from (seed, prompt id, sample index).
+        params: the effective parameters of this row, end-of-sequence ids included.
+        stop_reason: why it ended.
+        wait_s: seconds between submission and the first decode step.
+        decode_s: seconds between the first decode step and the end.
+    """
+
+    prompt_id: str
+    sample_index: int
+    prompt_tokens: np.ndarray
+    completion_tokens: np.ndarray
+    behaviour_logprobs: np.ndarray
+    model_logprobs: np.ndarray
+    log_kept_mass: np.ndarray
+    policy_versions: np.ndarray
+    key: np.ndarray
+    params: SamplingParams
+    stop_reason: StopReason
+    wait_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """All completions of one request, in the order of its sample indices."""
+
+    prompt_id: str
+    completions: tuple[Completion, ...]
