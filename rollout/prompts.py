@@ -1,0 +1,122 @@
+"""Prompt: what one group of samples continues, and how one row of a prompt file is read into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from rollout.json_values import is_utf8, require_json
+from sampling.errors import ConfigError, PromptError
+from sampling.params import SamplingParams
+
+ROW_FIELDS = ("id", "prompt", "messages", "prompt_tokens", "n", "sampling", "metadata")
+"""Fields of a JSONL row or an inline prompt, and columns of a Parquet file."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a run, from exactly one of `text`, `messages` and `tokens`.
+
+    Attributes:
+        id: names the prompt within the run; key material for its draws.
+        text: plain text to continue.
+        messages: chat messages, each with a `role` and a `content`; the chat template renders them.
+        tokens: token ids, used as they are.
+        n: samples of this prompt; None takes the run's.
+        sampling: parameters of this prompt that replace the run's.
+        metadata: the caller's own plain JSON values, carried into every record.
+        prompt_tokens: int32 [prompt_len], what the model reads; None until `Tokenizer.tokenize`.
+        where: where the prompt came from ("prompts.jsonl, line 3"), for messages.
+    Raises:
+        PromptError: the prompt cannot be used; the message says where it came from and which field is wrong.
+    """
+
+    id: str
+    text: str | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    tokens: tuple[int, ...] | None = None
+    n: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    prompt_tokens: np.ndarray | None = field(default=None, compare=False)
+    where: str = field(default="", compare=False)
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any], position: int, where: str) -> Self:
+        """Reads a row with the fields of ROW_FIELDS; absent and null mean the same.
+
+        Args:
+            position: the row's number from 0; its text is the id of a row that has none.
+            where: the row's place, for messages.
+        """
+        unknown = [name for name in row if name not in ROW_FIELDS]
+        if unknown:
+            raise PromptError(
+                f"{where}: unknown field {', '.join(map(repr, unknown))}; known are {', '.join(ROW_FIELDS)}."
+                " Put your own values under 'metadata'"
+            )
+        given = {name: value for name, value in row.items() if value is not None}
+        prompt_id = given.get("id", position)
+        if isinstance(prompt_id, bool) or not isinstance(prompt_id, str | int):
+            raise PromptError(f"{where}: id: expected text or a whole number, got {prompt_id!r}")
+        for name, kind in (
+            ("messages", list),
+            ("prompt_tokens", list),
+            ("sampling", dict),
+            ("metadata", dict),
+        ):
+            if not isinstance(given.get(name, kind()), kind):
+                expected = "a list" if kind is list else "an object"
+                raise PromptError(f"{where}: {name}: expected {expected}, got {given[name]!r}")
+        return cls(
+            id=str(prompt_id),
+            text=given.get("prompt"),
+            messages=tuple(given["messages"]) if "messages" in given else None,
+            tokens=tuple(given["prompt_tokens"]) if "prompt_tokens" in given else None,
+            n=given.get("n"),
+            sampling=given.get("sampling", {}),
+            metadata=given.get("metadata", {}),
+            where=where,
+        )
+
+    def params(self, base: SamplingParams) -> SamplingParams:
+        """The run's parameters with this prompt's own in their place."""
+        own = dict(self.sampling) if self.n is None else {**self.sampling, "n": self.n}
+        try:
+            return base.replace(**own)
+        except ConfigError as error:
+            raise PromptError(f"{self.place}: {error}") from error
+
+    @property
+    def place(self) -> str:
+        """The prompt's name in messages."""
+        return f"{self.where}: prompt {self.id!r}" if self.where else f"prompt {self.id!r}"
+
+    def __post_init__(self) -> None:
+        if not self.id or not is_utf8(self.id):
+            raise PromptError(f"{self.place}: id: expected text that is not empty, got {self.id!r}")
+        sources = {"prompt": self.text, "messages": self.messages, "prompt_tokens": self.tokens}
+        given = [name for name, value in sources.items() if value is not None]
+        if len(given) != 1:
+            got = " and ".join(given) or "none of them"
+            raise PromptError(f"{self.place}: expected exactly one of {', '.join(sources)}, got {got}")
+        if sources[given[0]] in ("", ()):
+            raise PromptError(f"{self.place}: {given[0]}: empty; a model needs at least one token to continue from")
+        if self.text is not None and not (isinstance(self.text, str) and is_utf8(self.text)):
+            raise PromptError(f"{self.place}: prompt: expected text, got {self.text!r}")
+        for index, message in enumerate(self.messages or ()):
+            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+                raise PromptError(
+                    f"{self.place}: messages[{index}]: expected an object with 'role' and 'content', got {message!r}"
+                )
+            require_json(dict(message), f"{self.place}: messages[{index}]", PromptError)
+        for index, token in enumerate(self.tokens or ()):
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise PromptError(f"{self.place}: prompt_tokens[{index}]: expected a token id, got {token!r}")
+        if self.n is not None and "n" in self.sampling:
+            raise PromptError(f"{self.place}: n is given twice, as 'n' and within 'sampling'; keep one")
+        require_json(dict(self.metadata), f"{self.place}: metadata", PromptError)
+        self.params(SamplingParams())

@@ -1,0 +1,220 @@
+"""Where prompts come from: a JSONL or Parquet file, reasoning-gym tasks, or a list in the config itself.
+
+Every source is read as a stream, in order; a file of a million prompts never sits in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pyarrow
+import pyarrow.parquet
+from pydantic import BaseModel, ConfigDict, Field
+
+from rollout.prompts import ROW_FIELDS, Prompt
+from rollout.tasks import read_tasks
+from sampling.errors import PromptError
+
+_PARQUET_BATCH_ROWS = 1024
+
+
+class _Source(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class JsonlSource(_Source):
+    """One JSON object a line, with the fields of `prompts.ROW_FIELDS`; blank lines are skipped."""
+
+    source: Literal["jsonl"]
+    path: str
+
+
+class ParquetSource(_Source):
+    """A Parquet file with the same columns; `sampling` and `metadata` may be structs or JSON text."""
+
+    source: Literal["parquet"]
+    path: str
+
+
+class InlineSource(_Source):
+    """Prompts written into the config, with the same fields."""
+
+    source: Literal["inline"]
+    rows: Annotated[tuple[dict[str, Any], ...], Field(strict=False, min_length=1)]
+
+
+class TaskSet(_Source):
+    """One dataset of reasoning-gym.
+
+    Attributes:
+        name: registered name; the prompts are called "<name>-0", "<name>-1", ...
+        size: how many entries.
+        seed: seed of the entries; they do not change with the run's own seed.
+        config: the dataset's own parameters.
+    """
+
+    name: str
+    size: int = Field(ge=1)
+    seed: int = 0
+    config: dict[str, Any] = {}
+
+
+class TaskSource(_Source):
+    """Verifiable tasks of reasoning-gym, as chat prompts.
+
+    Attributes:
+        tasks: the datasets, read one after the other.
+        system: text of a system message; None sends none.
+        template: text of the user message; `{question}` stands for the task's question.
+    """
+
+    source: Literal["reasoning_gym"]
+    tasks: Annotated[tuple[TaskSet, ...], Field(strict=False, min_length=1)]
+    system: str | None = None
+    template: str = Field(default="{question}", pattern=r"\{question\}")
+
+
+Source = Annotated[JsonlSource | ParquetSource | InlineSource | TaskSource, Field(discriminator="source")]
+"""What a config's `prompts` section may hold; the key `source` tells which."""
+
+
+def read_prompts(
+    source: JsonlSource | ParquetSource | InlineSource | TaskSource,
+) -> Iterator[Prompt]:
+    """The prompts of a source, in order, each checked; an id that was not given is the row's position from 0.
+
+    Raises:
+        PromptError: a row cannot be read or used, or an id comes twice; file and line are named.
+        ConfigError: the tasks cannot be made.
+    """
+    seen: set[bytes] = set()
+    for prompt in _read(source):
+        digest = hashlib.blake2b(prompt.id.encode(), digest_size=16).digest()
+        if digest in seen:
+            first = next(earlier for earlier in _read(source) if earlier.id == prompt.id)
+            raise PromptError(
+                f"{prompt.where}: prompt id {prompt.id!r} is taken already, by {first.where};"
+                " ids must be unique within a run (rows without an id are named by their position)"
+            )
+        seen.add(digest)
+        yield prompt
+
+
+def count_prompts(source: JsonlSource | ParquetSource | InlineSource | TaskSource) -> int | None:
+    """How many prompts the source holds, if that is known without reading it through."""
+    match source:
+        case InlineSource():
+            return len(source.rows)
+        case TaskSource():
+            return sum(tasks.size for tasks in source.tasks)
+        case ParquetSource():
+            return _open_parquet(source.path).metadata.num_rows
+        case JsonlSource():
+            return None
+
+
+def digest_prompts(source: JsonlSource | ParquetSource | InlineSource | TaskSource) -> str:
+    """sha256 of the file behind the source, so that a resumed run meets the same prompts; "" if there is none."""
+    if not isinstance(source, JsonlSource | ParquetSource):
+        return ""
+    with _open(source.path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read(source: JsonlSource | ParquetSource | InlineSource | TaskSource) -> Iterator[Prompt]:
+    match source:
+        case JsonlSource():
+            return _from_rows(_jsonl_rows(source.path))
+        case ParquetSource():
+            return _from_rows(_parquet_rows(source.path))
+        case InlineSource():
+            return _from_rows((f"prompts.rows[{i}]", row) for i, row in enumerate(source.rows))
+        case TaskSource():
+            return _task_prompts(source)
+
+
+def _from_rows(rows: Iterable[tuple[str, Any]]) -> Iterator[Prompt]:
+    for position, (where, row) in enumerate(rows):
+        if not isinstance(row, dict):
+            raise PromptError(f"{where}: expected an object with {', '.join(ROW_FIELDS)}, got {row!r}")
+        yield Prompt.from_row(row, position, where)
+
+
+def _jsonl_rows(path: str) -> Iterator[tuple[str, Any]]:
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                yield where, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except json.JSONDecodeError as error:
+                raise PromptError(
+                    f"{where}: expected one JSON object, got {error.msg} at column {error.colno}"
+                ) from error
+            except UnicodeDecodeError as error:
+                raise PromptError(f"{where}: expected UTF-8, got {error.reason} at byte {error.start}") from error
+
+
+def _parquet_rows(path: str) -> Iterator[tuple[str, Any]]:
+    file = _open_parquet(path)
+    unknown = [name for name in file.schema_arrow.names if name not in ROW_FIELDS]
+    if unknown:
+        raise PromptError(
+            f"{path}: unknown column {', '.join(map(repr, unknown))}; known are {', '.join(ROW_FIELDS)}."
+            " Put your own values into 'metadata'"
+        )
+    number = 0
+    for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
+        for row in batch.to_pylist():
+            where = f"{path}, row {number}"
+            yield (
+                where,
+                row | {name: _parquet_object(row[name], f"{where}: {name}") for name in _OBJECTS & row.keys()},
+            )
+            number += 1
+
+
+_OBJECTS = {"sampling", "metadata"}
+
+
+def _parquet_object(value: Any, where: str) -> Any:
+    """A struct, without the fields that only other rows of the file fill, or JSON text."""
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError as error:
+            raise PromptError(f"{where}: expected JSON text, got {error.msg} in {value!r}") from error
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+def _task_prompts(source: TaskSource) -> Iterator[Prompt]:
+    system = [] if source.system is None else [{"role": "system", "content": source.system}]
+    for tasks in source.tasks:
+        for task in read_tasks(tasks.name, tasks.size, tasks.seed, tasks.config):
+            user = {"role": "user", "content": source.template.replace("{question}", task.question)}
+            yield Prompt(
+                id=f"{tasks.name}-{task.index}",
+                messages=(*system, user),
+                metadata=task.to_metadata(),
+                where=f"reasoning_gym {tasks.name}, entry {task.index}",
+            )
+
+
+def _open(path: str) -> Any:
+    try:
+        return Path(path).open("rb")
+    except OSError as error:
+        raise PromptError(f"{path}: cannot read the prompts: {error.strerror}; check prompts.path") from error
+
+
+def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
+    _open(path).close()
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise PromptError(f"{path}: expected a Parquet file: {error}; for JSON lines use source: jsonl") from error

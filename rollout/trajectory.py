@@ -1,0 +1,301 @@
+"""Trajectory: one sample of one prompt, with everything a learner needs to trust, replay and rescore it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from rollout.json_values import is_utf8, require_json
+from rollout.rewards import Score
+from sampling.errors import RecordError
+from sampling.params import SamplingParams
+from sampling.types import Completion, StopReason
+
+SCHEMA_VERSION = 1
+"""Version of the fields below, on the wire and on disk."""
+
+LOGPROB_DEFINITION = (
+    "v1: float32 nats; behaviour_logprobs[t] is the log of the probability with which token t was drawn, after every"
+    " transform, filter, mask and renormalisation (greedy: 0.0); model_logprobs[t] is the untouched model's at"
+    " temperature 1; log_kept_mass[t] is the log of the model's probability mass on the final support"
+)
+"""What the three log-prob columns mean. Recorded with every file; a change of meaning changes the version."""
+
+MAX_ROUNDING_NATS = 1e-4
+"""How far above 0 float32 rounding may carry a log-probability; anything more is a fault of the writer."""
+
+
+class Status(enum.StrEnum):
+    """Whether a row gave a usable completion."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+
+
+FAILED_REASONS = frozenset({StopReason.UNDEFINED_DISTRIBUTION, StopReason.CONSTRAINT_DEAD_END, StopReason.ABORTED})
+"""Stop reasons that leave no usable completion: the row is recorded as failed, with the tokens drawn so far."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One finished or failed sample. Immutable, checked on construction, equal when equal to the bit.
+
+    Per-token arrays have one entry per drawn token, the stop token included.
+
+    Attributes:
+        run_id: the run that drew it.
+        prompt_id: the prompt's id within the run.
+        group_id: names the group of samples that share the prompt.
+        sample_index: which sample of the prompt, from 0.
+        prompt_tokens: int32 [prompt_len].
+        completion_tokens: int32 [completion_len].
+        behaviour_logprobs: float32 [completion_len], nats; see LOGPROB_DEFINITION.
+        model_logprobs: float32 [completion_len], nats; -inf and NaN (not measured) may occur.
+        log_kept_mass: float32 [completion_len], nats; NaN where not measured.
+        policy_versions: int32 [completion_len]: version of the weights that drew each token.
+        policy: `SamplingParams.to_dict()` of the row's effective parameters.
+        key: uint32 [2]: the row's key; zeros if the row failed before it had one.
+        stop_reason: why the row ended.
+        status: completed or failed.
+        failure: what went wrong; text for a failed row, None otherwise.
+        reward: the score, or None if there is none.
+        reward_error: why the scorer gave no reward, or None.
+        weights_digest: digest of the weights that drew the row.
+        numerics_fingerprint: digest of what the bits depend on besides the weights (see the run's manifest).
+        wait_s: seconds between submission and the first decode step.
+        decode_s: seconds between the first decode step and the end.
+        worker: name of the worker that drew it.
+        text: the completion for people; never re-encode it for training.
+        metadata: the prompt's own metadata, plain JSON values.
+    Raises:
+        RecordError: a field breaks the record's invariants; the message names prompt, sample and field.
+    """
+
+    run_id: str
+    prompt_id: str
+    group_id: str
+    sample_index: int
+    prompt_tokens: np.ndarray
+    completion_tokens: np.ndarray
+    behaviour_logprobs: np.ndarray
+    model_logprobs: np.ndarray
+    log_kept_mass: np.ndarray
+    policy_versions: np.ndarray
+    policy: dict[str, Any]
+    key: np.ndarray
+    stop_reason: StopReason
+    status: Status
+    failure: str | None
+    reward: float | None
+    reward_error: str | None
+    weights_digest: str
+    numerics_fingerprint: str
+    wait_s: float
+    decode_s: float
+    worker: str
+    text: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_completion(
+        cls,
+        completion: Completion,
+        *,
+        run_id: str,
+        weights_digest: str,
+        numerics_fingerprint: str,
+        text: str = "",
+        worker: str = "",
+        score: Score | None = None,
+        metadata: dict[str, Any] | None = None,
+        group_id: str | None = None,
+    ) -> Self:
+        """The record of a completion; one that ended for a reason in FAILED_REASONS becomes a failed record."""
+        failed = completion.stop_reason in FAILED_REASONS
+        score = score or Score()
+        return cls(
+            run_id=run_id,
+            prompt_id=completion.prompt_id,
+            group_id=completion.prompt_id if group_id is None else group_id,
+            sample_index=completion.sample_index,
+            prompt_tokens=completion.prompt_tokens,
+            completion_tokens=completion.completion_tokens,
+            behaviour_logprobs=completion.behaviour_logprobs,
+            model_logprobs=completion.model_logprobs,
+            log_kept_mass=completion.log_kept_mass,
+            policy_versions=completion.policy_versions,
+            policy=completion.params.to_dict(),
+            key=completion.key,
+            stop_reason=completion.stop_reason,
+            status=Status.FAILED if failed else Status.COMPLETED,
+            failure=f"the row ended with {completion.stop_reason}" if failed else None,
+            reward=score.value,
+            reward_error=score.error,
+            weights_digest=weights_digest,
+            numerics_fingerprint=numerics_fingerprint,
+            wait_s=completion.wait_s,
+            decode_s=completion.decode_s,
+            worker=worker,
+            text=text,
+            metadata=metadata or {},
+        )
+
+    @classmethod
+    def from_failure(
+        cls,
+        failure: str,
+        *,
+        run_id: str,
+        prompt_id: str,
+        sample_index: int,
+        prompt_tokens: np.ndarray,
+        params: SamplingParams,
+        weights_digest: str,
+        numerics_fingerprint: str,
+        worker: str = "",
+        metadata: dict[str, Any] | None = None,
+        group_id: str | None = None,
+    ) -> Self:
+        """The record of a sample that was never drawn: no tokens, stop reason `aborted`, and the reason in words."""
+        no_ids, no_nats = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        completion = Completion(
+            prompt_id, sample_index, prompt_tokens, no_ids, no_nats, no_nats, no_nats, no_ids,
+            np.zeros(2, np.uint32), params, StopReason.ABORTED, wait_s=0.0, decode_s=0.0,
+        )  # fmt: skip
+        record = cls.from_completion(
+            completion,
+            run_id=run_id,
+            weights_digest=weights_digest,
+            numerics_fingerprint=numerics_fingerprint,
+            worker=worker,
+            metadata=metadata,
+            group_id=group_id,
+        )
+        return dataclasses.replace(record, failure=failure)
+
+    @property
+    def completion_len(self) -> int:
+        """Tokens drawn."""
+        return self.completion_tokens.size
+
+    @property
+    def behaviour_logprob(self) -> float:
+        """Log of the probability of the whole completion under the drawing law, nats, summed in float64."""
+        return float(self.behaviour_logprobs.sum(dtype=np.float64))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the row gave no usable completion."""
+        return self.status is Status.FAILED
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Trajectory):
+            return NotImplemented
+        return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
+
+    def __post_init__(self) -> None:
+        for name, (dtype, length) in self._array_shapes().items():
+            object.__setattr__(self, name, self._array(name, dtype, length))
+        for name in _TEXT_FIELDS:
+            value = getattr(self, name)
+            if not isinstance(value, str) or not is_utf8(value):
+                raise self._refusal(name, "text", value)
+        for name in ("failure", "reward_error"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value and is_utf8(value)):
+                raise self._refusal(name, "text or None", value)
+        for name in ("wait_s", "decode_s"):
+            value = getattr(self, name)
+            if not isinstance(value, float) or not value >= 0 or math.isinf(value):
+                raise self._refusal(name, "seconds >= 0 as a float", value)
+        for name in ("policy", "metadata"):
+            value = getattr(self, name)
+            if not isinstance(value, dict):
+                raise self._refusal(name, "a dict", value)
+            require_json(value, f"{self._place}: {name}", RecordError)
+        if type(self.sample_index) is not int or self.sample_index < 0:
+            raise self._refusal("sample_index", "a whole number >= 0", self.sample_index)
+        self._check_logprobs()
+        self._check_outcome()
+
+    def _array_shapes(self) -> dict[str, tuple[type[np.generic], int | None]]:
+        drawn = len(self.completion_tokens) if np.ndim(self.completion_tokens) == 1 else None
+        return {
+            "prompt_tokens": (np.int32, None),
+            "completion_tokens": (np.int32, None),
+            "behaviour_logprobs": (np.float32, drawn),
+            "model_logprobs": (np.float32, drawn),
+            "log_kept_mass": (np.float32, drawn),
+            "policy_versions": (np.int32, drawn),
+            "key": (np.uint32, 2),
+        }
+
+    def _array(self, name: str, dtype: type[np.generic], length: int | None) -> np.ndarray:
+        value = getattr(self, name)
+        expected = f"{np.dtype(dtype)} [{name + '_len' if length is None else length}]"
+        if not isinstance(value, np.ndarray):
+            raise self._refusal(name, expected, value)
+        if value.dtype != dtype or value.ndim != 1 or length not in (None, value.size):
+            hint = "; every drawn token needs its own entry, none may be padded or dropped"
+            raise self._refusal(name, expected, f"{value.dtype} {list(value.shape)}", hint)
+        frozen = np.ascontiguousarray(value).view()
+        frozen.flags.writeable = False
+        return frozen
+
+    def _check_logprobs(self) -> None:
+        limit = np.float32(MAX_ROUNDING_NATS)
+        for name, valid, expected in (
+            ("behaviour_logprobs", np.isfinite(self.behaviour_logprobs), "finite and"),
+            ("model_logprobs", True, "NaN or"),
+            ("log_kept_mass", True, "NaN or"),
+        ):
+            values = getattr(self, name)
+            bad = np.flatnonzero(~(valid & ~(values > limit)))
+            if bad.size:
+                raise self._refusal(f"{name}[{bad[0]}]", f"a log-probability, {expected} <= 0", values[bad[0]])
+
+    def _check_outcome(self) -> None:
+        try:
+            object.__setattr__(self, "stop_reason", StopReason(self.stop_reason))
+            object.__setattr__(self, "status", Status(self.status))
+        except ValueError as error:
+            raise RecordError(f"{self._place}: {error}; was it written by a newer release?") from error
+        if self.failed != (self.stop_reason in FAILED_REASONS):
+            raise self._refusal("status", f"one that fits stop reason {self.stop_reason}", str(self.status))
+        if self.failed != (self.failure is not None):
+            raise self._refusal("failure", "text for a failed row and None for a completed one", self.failure)
+        if self.reward is not None:
+            if not isinstance(self.reward, float) or not math.isfinite(self.reward):
+                raise self._refusal("reward", "a finite float or None", self.reward)
+            if self.reward_error is not None:
+                raise self._refusal("reward_error", "None beside a reward", self.reward_error)
+
+    @property
+    def _place(self) -> str:
+        return f"trajectory of prompt {self.prompt_id!r}, sample {self.sample_index!r}"
+
+    def _refusal(self, name: str, expected: str, got: object, hint: str = "") -> RecordError:
+        shown = got if isinstance(got, str) else repr(got)
+        return RecordError(f"{self._place}: {name}: expected {expected}, got {shown[:200]}{hint}")
+
+
+_TEXT_FIELDS = (
+    "run_id",
+    "prompt_id",
+    "group_id",
+    "weights_digest",
+    "numerics_fingerprint",
+    "worker",
+    "text",
+)
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, np.ndarray):
+        return ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.tobytes() == theirs.tobytes()
+    return ours == theirs
