@@ -1,0 +1,14 @@
+"""Checkpoints on disk: what they are, their weights, their tokenizer."""
+
+from sampling.checkpoints.digest import weights_digest
+from sampling.checkpoints.inspection import CheckpointFormat, CheckpointInfo, inspect_checkpoint
+from sampling.checkpoints.loading import Checkpoint, load_checkpoint
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointFormat",
+    "CheckpointInfo",
+    "inspect_checkpoint",
+    "load_checkpoint",
+    "weights_digest",
+]

@@ -1,0 +1,7 @@
+"""The model: its configuration, its forward and its key/value cache."""
+
+from sampling.models.config import ModelConfig, RopeScaling
+from sampling.models.kv_cache import KVCache
+from sampling.models.transformer import Transformer
+
+__all__ = ["KVCache", "ModelConfig", "RopeScaling", "Transformer"]

@@ -1,0 +1,105 @@
+"""KVCache: the keys and values of every slot's tokens, one array per layer, indexed by position."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.typing import DTypeLike
+
+from sampling.models.config import ModelConfig
+
+
+@struct.dataclass
+class KVCache:
+    """Keys and values of all layers. The key of the token at position p lies at index p.
+
+    What lies beyond a row's last position is left over from earlier tokens; no query ever sees it,
+    since a key is visible only up to the query's own position. A slot is therefore free without
+    being cleared.
+
+    Attributes:
+        keys: per layer, [rows, kv_heads, cache_len, head_dim], rotated already.
+        values: per layer, the same shape.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+
+    @classmethod
+    def empty(
+        cls, config: ModelConfig, rows: int, cache_len: int, dtype: DTypeLike = jnp.float32
+    ) -> KVCache:
+        """A cache of zeros for `rows` rows of up to `cache_len` tokens each."""
+        shape = (rows, config.kv_heads, cache_len, config.head_dim)
+        layers = range(config.layers)
+        return cls(
+            keys=tuple(jnp.zeros(shape, dtype) for _ in layers),
+            values=tuple(jnp.zeros(shape, dtype) for _ in layers),
+        )
+
+    @property
+    def rows(self) -> int:
+        return self.keys[0].shape[0]
+
+    @property
+    def cache_len(self) -> int:
+        return self.keys[0].shape[2]
+
+    def take(self, slots: jax.Array) -> KVCache:
+        """The cache of some rows, in the order of `slots` (int32 [taken]).
+
+        A slot id that is no row stands for a padding row: it gets some row's content, for `put` to
+            drop again.
+        """
+        source = jnp.clip(slots, 0, self.rows - 1)
+        return jax.tree.map(lambda layer: layer[source], self)
+
+    def put(self, slots: jax.Array, rows_cache: KVCache) -> KVCache:
+        """This cache with the rows `slots` (int32 [taken]) replaced by `rows_cache`; ids that are
+        no row are dropped."""
+        target = _drop_outside(slots, self.rows)
+        return jax.tree.map(
+            lambda layer, rows: layer.at[target].set(rows, mode="drop"), self, rows_cache
+        )
+
+    def copy(self, source_slot: jax.Array, target_slots: jax.Array) -> KVCache:
+        """This cache with row `source_slot` (int32 []) copied to the rows `target_slots` (int32
+        [copies]).
+
+        Target ids that are no row are dropped, so a fixed number of targets can be padded.
+        """
+        target = _drop_outside(target_slots, self.rows)
+
+        def copied(layer: jax.Array) -> jax.Array:
+            source = jax.lax.dynamic_index_in_dim(layer, source_slot, keepdims=True)
+            rows = jnp.broadcast_to(source, (target.shape[0], *layer.shape[1:]))
+            return layer.at[target].set(rows, mode="drop")
+
+        return jax.tree.map(copied, self)
+
+    def write(
+        self, layer: int, positions: jax.Array, keys: jax.Array, values: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """One layer's keys and values with new tokens written at their positions.
+
+        Args:
+            layer: which layer.
+            positions: int32 [rows, chunk]; -1 (padding) and positions past the end are dropped,
+                never moved.
+            keys, values: [rows, chunk, kv_heads, head_dim].
+        Returns:
+            The layer's keys and values, [rows, kv_heads, cache_len, head_dim].
+        """
+        index = _drop_outside(positions, self.cache_len)
+        row = jnp.arange(self.rows, dtype=jnp.int32)[:, None]
+
+        def written(stored: jax.Array, new: jax.Array) -> jax.Array:
+            return stored.at[row, :, index].set(new.astype(stored.dtype), mode="drop")
+
+        return written(self.keys[layer], keys), written(self.values[layer], values)
+
+
+def _drop_outside(index: jax.Array, size: int) -> jax.Array:
+    """Moves negative indices past the end: JAX would count them from the back, even with mode="drop"."""
+    return jnp.where(index < 0, size, index)

@@ -1,0 +1,222 @@
+"""The decoder-only transformer. One forward serves prefill, decode, scoring and training.
+
+Tokens carry their positions, and position -1 means padding. That one convention covers left, right
+and no padding, chunks of a prompt, single decode steps and rows that have nothing to do in this
+step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.typing import DTypeLike
+
+from sampling.models.attention import attend, visible_keys
+from sampling.models.config import ModelConfig
+from sampling.models.kv_cache import KVCache
+from sampling.models.rope import apply_rope, rope_angles
+
+_normal = nn.initializers.normal(stddev=0.02)
+
+
+class Transformer(nn.Module):
+    """A Llama-like transformer: RMS norms, rotary positions, grouped-query attention, gated SiLU.
+
+    `apply({"params": params}, tokens, positions, cache)` gives the hidden states and the cache; the
+    output head is apart, so that a caller pays for logits only at the positions it needs:
+    `apply({"params": params}, hidden, method="logits")`.
+
+    Attributes:
+        config: the checkpoint's shape.
+        dtype: of the parameters and of the matrix products. Norms, softmax and logits are float32
+            in any case.
+    """
+
+    config: ModelConfig
+    dtype: DTypeLike = jnp.float32
+
+    def setup(self) -> None:
+        config = self.config
+        self.embedding = self.param(
+            "embedding", _normal, (config.vocab_size, config.width), self.dtype
+        )
+        self.layers = [Layer(config, self.dtype) for _ in range(config.layers)]
+        self.final_norm = RMSNorm(config.norm_eps, self.dtype)
+        if not config.tied_head:
+            self.head = self.param("head", _normal, (config.vocab_size, config.width), self.dtype)
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, cache: KVCache | None = None
+    ) -> tuple[jax.Array, KVCache | None]:
+        """Hidden states after the final norm.
+
+        Args:
+            tokens: int32 [rows, chunk].
+            positions: int32 [rows, chunk]: each token's place in its row. -1 marks padding: such a
+                token is neither attended to nor written to the cache, and its hidden state means
+                nothing.
+            cache: where earlier tokens' keys and values are, for the same rows. None: the chunk is
+                all there is.
+        Returns:
+            hidden [rows, chunk, width] in the model's dtype, and the cache with the new tokens
+            written at their positions (those at or past its end are dropped; the caller must refuse
+            them before).
+        """
+        config = self.config
+        if cache is None:
+            key_positions = positions
+        else:
+            key_positions = jnp.arange(cache.cache_len, dtype=jnp.int32)[None, :]
+        visible = {
+            window: visible_keys(positions, key_positions, window)
+            for window in set(config.sliding_windows)
+        }
+        angles = rope_angles(config, positions)
+        x = self.embedding.astype(self.dtype)[tokens]
+        keys, values = [], []
+        for index, layer in enumerate(self.layers):
+            x, new = layer(
+                x, positions, angles, visible[config.sliding_windows[index]], cache, index
+            )
+            keys.append(new[0])
+            values.append(new[1])
+        hidden = self.final_norm(x)
+        return hidden, None if cache is None else KVCache(keys=tuple(keys), values=tuple(values))
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Scores of the next token: hidden [..., width] to float32 [..., vocab]."""
+        head = self.embedding if self.config.tied_head else self.head
+        return jnp.einsum(
+            "...w,vw->...v",
+            hidden.astype(self.dtype),
+            head.astype(self.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    config: ModelConfig
+    dtype: DTypeLike
+
+    def setup(self) -> None:
+        self.attention_norm = RMSNorm(self.config.norm_eps, self.dtype)
+        self.attention = Attention(self.config, self.dtype)
+        self.feed_forward_norm = RMSNorm(self.config.norm_eps, self.dtype)
+        self.feed_forward = FeedForward(self.config, self.dtype)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        angles: tuple[jax.Array, jax.Array],
+        visible: jax.Array,
+        cache: KVCache | None,
+        index: int,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        mixed, new = self.attention(
+            self.attention_norm(x), positions, angles, visible, cache, index
+        )
+        x = x + mixed
+        return x + self.feed_forward(self.feed_forward_norm(x)), new
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with one fused projection.
+
+    The fused kernel is [width, kv_heads, q_per_kv + 2, head_dim]: each key/value head's queries,
+    then its key, then its value. Cutting it along kv_heads therefore gives each device complete
+    groups.
+    """
+
+    config: ModelConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        angles: tuple[jax.Array, jax.Array],
+        visible: jax.Array,
+        cache: KVCache | None,
+        index: int,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        config = self.config
+        rows, chunk, _ = x.shape
+        group = config.q_per_kv
+        shape = (config.kv_heads, group + 2, config.head_dim)
+        qkv = _project(self, "qkv", x, (config.width, *shape), config.qkv_bias)
+        qkv = qkv.reshape(rows, chunk, *shape)
+        queries_and_key, value = qkv[:, :, :, : group + 1], qkv[:, :, :, group + 1]
+        if config.qk_norm:
+            query = RMSNorm(config.norm_eps, self.dtype, name="q_norm")(
+                queries_and_key[:, :, :, :group]
+            )
+            key = RMSNorm(config.norm_eps, self.dtype, name="k_norm")(
+                queries_and_key[:, :, :, group:]
+            )
+            queries_and_key = jnp.concatenate([query, key], axis=3)
+        turned = apply_rope(queries_and_key, *angles)
+        query, key = turned[:, :, :, :group], turned[:, :, :, group]
+        if cache is None:
+            keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
+        else:
+            keys, values = cache.write(index, positions, key, value)
+        mixed = attend(query, keys, values, visible).reshape(
+            rows, chunk, config.heads * config.head_dim
+        )
+        kernel = (config.heads * config.head_dim, config.width)
+        return _project(self, "o", mixed.astype(self.dtype), kernel, config.o_bias), (keys, values)
+
+
+class FeedForward(nn.Module):
+    """Gated SiLU with gate and up fused into one kernel [width, 2, ffn]."""
+
+    config: ModelConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        config = self.config
+        fused = _project(self, "gate_up", x, (config.width, 2, config.ffn), config.mlp_bias)
+        gate, up = jnp.split(fused, 2, axis=-1)
+        return _project(
+            self, "down", nn.silu(gate) * up, (config.ffn, config.width), config.mlp_bias
+        )
+
+
+class RMSNorm(nn.Module):
+    """Divides by the root mean square over the last axis and scales, in float32."""
+
+    eps: float
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.dtype)
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return (normed * _at_last_axis(scale.astype(jnp.float32), normed)).astype(self.dtype)
+
+
+def _project(module: Any, name: str, x: jax.Array, shape: tuple[int, ...], bias: bool) -> jax.Array:
+    """x [rows, chunk, in] times the kernel `name`, stored as `shape` [in, ...] and used as a plain
+    matrix."""
+    kernel = module.param(f"{name}_kernel", _normal, shape, module.dtype).astype(module.dtype)
+    rows, chunk, width = x.shape
+    out = x.reshape(rows * chunk, width) @ kernel.reshape(shape[0], -1)
+    if bias:
+        stored = module.param(f"{name}_bias", nn.initializers.zeros, shape[1:], module.dtype)
+        out = out + stored.astype(module.dtype).reshape(1, -1)
+    return out.reshape(rows, chunk, -1)
+
+
+def _at_last_axis(vector: jax.Array, like: jax.Array) -> jax.Array:
+    """`vector` [n] with the leading axes of `like` [..., n], for a setting that forbids implicit
+    rank promotion."""
+    return vector.reshape((1,) * (like.ndim - 1) + vector.shape)
