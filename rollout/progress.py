@@ -55,7 +55,6 @@ class ProgressReporter:
         self._started_s = self._last_line_s = clock()
         self._first: Progress | None = None
         self._bar: rich.progress.Progress | None = None
-        self._task = rich.progress.TaskID(0)
 
     def __enter__(self) -> Self:
         return self
@@ -108,12 +107,11 @@ class ProgressReporter:
                 rich.progress.TextColumn("rows, {task.description}"),
                 console=self._console,
             )
-            self._task = self._bar.add_task("", total=progress.rows_total)
+            self._bar.add_task("", total=None)
             self._bar.start()
-        description = f"{self._figures(progress)}, ETA {self._eta(progress)}"
         self._bar.update(
-            self._task,
+            self._bar.task_ids[0],
             completed=progress.rows_done,
             total=progress.rows_total,
-            description=description,
+            description=f"{self._figures(progress)}, ETA {self._eta(progress)}",
         )

@@ -13,13 +13,25 @@ from typing import Annotated, Any, Literal
 
 import pyarrow
 import pyarrow.parquet
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rollout.prompts import ROW_FIELDS, Prompt
 from rollout.tasks import read_tasks
-from sampling.errors import PromptError
+from sampling.errors import ConfigError, PromptError
 
 _PARQUET_BATCH_ROWS = 1024
+
+
+def _at_least_one(items: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not items:
+        raise ConfigError("prompts: expected at least one item in the list, got none")
+    return items
+
+
+def _asks_the_question(template: str) -> str:
+    if "{question}" not in template:
+        raise ConfigError(f"prompts.template: expected text that contains {{question}}, got {template!r}")
+    return template
 
 
 class _Source(BaseModel):
@@ -44,7 +56,7 @@ class InlineSource(_Source):
     """Prompts written into the config, with the same fields."""
 
     source: Literal["inline"]
-    rows: Annotated[tuple[dict[str, Any], ...], Field(strict=False, min_length=1)]
+    rows: Annotated[tuple[dict[str, Any], ...], Field(strict=False), AfterValidator(_at_least_one)]
 
 
 class TaskSet(_Source):
@@ -73,9 +85,9 @@ class TaskSource(_Source):
     """
 
     source: Literal["reasoning_gym"]
-    tasks: Annotated[tuple[TaskSet, ...], Field(strict=False, min_length=1)]
+    tasks: Annotated[tuple[TaskSet, ...], Field(strict=False), AfterValidator(_at_least_one)]
     system: str | None = None
-    template: str = Field(default="{question}", pattern=r"\{question\}")
+    template: Annotated[str, AfterValidator(_asks_the_question)] = "{question}"
 
 
 Source = Annotated[JsonlSource | ParquetSource | InlineSource | TaskSource, Field(discriminator="source")]

@@ -99,4 +99,5 @@ class Tokenizer:
         ][:1] != [bos]
 
     def _with_bos(self, ids: list[int]) -> list[int]:
-        return [self._bos, *ids] if self._adds_bos and ids[:1] != [self._bos] else list(ids)
+        missing = self._bos is not None and self._adds_bos and ids[:1] != [self._bos]
+        return [self._bos, *ids] if missing else list(ids)

@@ -1,0 +1,172 @@
+"""Reads a RunConfig from YAML or TOML with `--set` overrides, and turns every problem into one readable error."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import pydantic
+import yaml
+
+from rollout.config import RunConfig, unknown_key
+from sampling.errors import ConfigError
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads and checks a config file.
+
+    Args:
+        path: a .yaml, .yml or .toml file.
+        overrides: `section.key=value` items, applied in order; the value is read as YAML. A number in the path
+            picks an item of a list (`prompts.tasks.0.size=16`).
+    Raises:
+        ConfigError: the file cannot be read, or values are unknown, missing or out of range. Every problem is listed.
+    """
+    path = Path(path)
+    values = _read(path)
+    for override in overrides:
+        _apply(values, override)
+    overridden = [override.partition("=")[0].strip() for override in overrides]
+    return parse_config(values, origin=str(path), overridden=overridden)
+
+
+def parse_config(values: Mapping[str, Any], origin: str = "config", overridden: Sequence[str] = ()) -> RunConfig:
+    """Checks a tree of plain values.
+
+    Args:
+        origin: where the values came from, named with each problem.
+        overridden: dotted keys that `--set` gave.
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    try:
+        return RunConfig.model_validate(dict(values))
+    except pydantic.ValidationError as error:
+        problems = []
+        for fault in error.errors():
+            for text in _describe(fault).split("\n"):
+                key = text.partition(":")[0]
+                given = any(key == o or key.startswith(o + ".") or o.startswith(key + ".") for o in overridden)
+                problems.append(f"{text}  ({'--set' if given else origin})")
+        raise ConfigError("\n".join(problems)) from error
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved config as YAML."""
+    return yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.suffix not in (".yaml", ".yml", ".toml"):
+        raise ConfigError(f"{path}: expected a .yaml, .yml or .toml file, got suffix {path.suffix!r}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot read the config: {error}") from error
+    try:
+        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, _StrictLoader)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {_flat(error)}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected sections with keys and values, got {values!r}")
+    return values
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice and reads 1e-3 as the number it is."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            if key in lines and key_node.tag != "tag:yaml.org,2002:merge":
+                raise yaml.YAMLError(f"line {line}: key {key!r} is given twice, first on line {lines[key]}; keep one")
+            lines[key] = line
+        return super().construct_mapping(node, deep)
+
+
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    names = path.strip().split(".")
+    if not equals or not all(names):
+        raise ConfigError(f"--set {override}: expected section.key=value, such as sampling.temperature=0.7")
+    try:
+        value = yaml.load(text, _StrictLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override}: expected a YAML value, got {text!r}: {_flat(error)}") from error
+    parent: Any = values
+    for depth, name in enumerate(names):
+        place = ".".join(names[:depth])
+        key: Any = name
+        if isinstance(parent, list):
+            if not name.isdecimal() or int(name) >= len(parent):
+                raise ConfigError(f"--set {override}: expected an item 0 .. {len(parent) - 1} of {place}, got {name}")
+            key = int(name)
+        elif not isinstance(parent, dict):
+            raise ConfigError(f"--set {override}: {place} is a single value and has no keys")
+        if depth == len(names) - 1:
+            parent[key] = value
+        else:
+            parent = parent[key] if isinstance(parent, list) else parent.setdefault(key, {})
+
+
+def _describe(fault: Any) -> str:
+    """One problem as `section.key: expected ..., got ...`; texts of our own errors stay as they are."""
+    cause = fault.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return str(cause)
+    names = [str(name) for name in fault["loc"]]
+    model, names = _model_at(names)
+    place = ".".join(names)
+    if fault["type"] == "extra_forbidden":
+        return unknown_key(".".join(names[:-1]), names[-1], list(model.model_fields))
+    if fault["type"] == "missing":
+        return f"{place}: expected a value, got none; add it to the file or give --set {place}=..."
+    if fault["type"] == "union_tag_not_found":
+        return f"{place}: expected a key 'source', one of {', '.join(_SOURCES)}, got {fault['input']!r}"
+    if fault["type"] == "union_tag_invalid":
+        return f"{place}.source: expected one of {', '.join(_SOURCES)}, got {fault['ctx']['tag']!r}"
+    expected = fault["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return f"{place}: expected {expected}, got {fault['input']!r}"
+
+
+def _sources() -> dict[str, type[pydantic.BaseModel]]:
+    members = get_args(RunConfig.model_fields["prompts"].annotation)
+    return {get_args(member.model_fields["source"].annotation)[0]: member for member in members}
+
+
+_SOURCES = _sources()
+
+
+def _model_at(names: list[str]) -> tuple[type[pydantic.BaseModel], list[str]]:
+    """The model that holds the last of the names, and the names without the union's tag."""
+    model: Any = RunConfig
+    kept: list[str] = []
+    for depth, name in enumerate(names):
+        if depth == 1 and names[0] == "prompts" and name in _SOURCES:
+            model = _SOURCES[name]
+            continue
+        kept.append(name)
+        if depth == len(names) - 1 or name.isdecimal():
+            continue
+        inner = _models_in(model.model_fields[name].annotation) if name in model.model_fields else []
+        model = inner[0] if len(inner) == 1 else model
+    return model, kept
+
+
+def _models_in(annotation: Any) -> list[Any]:
+    if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models_in(part)]
+
+
+def _flat(error: Exception) -> str:
+    return re.sub(r"\s+", " ", str(error)).strip()
