@@ -46,37 +46,23 @@ class KVCache:
     def cache_len(self) -> int:
         return self.keys[0].shape[2]
 
-    def take(self, slots: jax.Array) -> KVCache:
-        """The cache of some rows, in the order of `slots` (int32 [taken]).
+    def fill(self, source: KVCache, row: jax.Array, slots: jax.Array, count: jax.Array) -> KVCache:
+        """This cache with `row` of another one copied, whole, to some slots.
 
-        A slot id that is no row stands for a padding row: it gets some row's content, for `put` to
-            drop again.
+        Args:
+            source: a cache of the same layers and length.
+            row: int32 [], which of its rows.
+            slots: int32 [n], of which the first `count` (int32 []) are filled; those must be rows of this cache.
         """
-        source = jnp.clip(slots, 0, self.rows - 1)
-        return jax.tree.map(lambda layer: layer[source], self)
 
-    def put(self, slots: jax.Array, rows_cache: KVCache) -> KVCache:
-        """This cache with the rows `slots` (int32 [taken]) replaced by `rows_cache`; ids that are
-        no row are dropped."""
-        target = _drop_outside(slots, self.rows)
-        return jax.tree.map(
-            lambda layer, rows: layer.at[target].set(rows, mode="drop"), self, rows_cache
-        )
+        def copied(i: jax.Array, cache: KVCache) -> KVCache:
+            def one(layer: jax.Array, new: jax.Array) -> jax.Array:
+                content = jax.lax.dynamic_index_in_dim(new, row)
+                return jax.lax.dynamic_update_index_in_dim(layer, content, slots[i], axis=0)
 
-    def copy(self, source_slot: jax.Array, target_slots: jax.Array) -> KVCache:
-        """This cache with row `source_slot` (int32 []) copied to the rows `target_slots` (int32
-        [copies]).
+            return jax.tree.map(one, cache, source)
 
-        Target ids that are no row are dropped, so a fixed number of targets can be padded.
-        """
-        target = _drop_outside(target_slots, self.rows)
-
-        def copied(layer: jax.Array) -> jax.Array:
-            source = jax.lax.dynamic_index_in_dim(layer, source_slot, keepdims=True)
-            rows = jnp.broadcast_to(source, (target.shape[0], *layer.shape[1:]))
-            return layer.at[target].set(rows, mode="drop")
-
-        return jax.tree.map(copied, self)
+        return jax.lax.fori_loop(jnp.int32(0), count, copied, self)
 
     def write(
         self, layer: int, positions: jax.Array, keys: jax.Array, values: jax.Array

@@ -1,0 +1,204 @@
+"""The compiled programs of an engine: prefill a prompt, admit its samples to slots, decode all slots.
+
+A prompt of P tokens is prefilled up to its last token but one; the last token is the input of the first decode step.
+So every token of every row is drawn by one program, in one place, and a token that is given (a replay, a branch)
+passes through the same program as a token that is drawn.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from sampling.draw import Distribution, draw, log_kept_mass
+from sampling.keys import uniforms
+from sampling.models import KVCache, Transformer
+from sampling.policy import Policy
+from sampling.state import StepState
+from sampling.transforms import FILTER
+from sampling.types import StopReason
+
+
+@struct.dataclass
+class EngineState:
+    """All slots of an engine.
+
+    Attributes:
+        rows: the slots' tokens, lengths and keys, as transforms see them.
+        policy: leaves [slots, ...].
+        cache: keys and values of the slots.
+        given: int32 [slots]; a place of the buffer before this index holds its token already, drawn or not.
+        stop: int32 [slots], StopReason.code of a finished row, 0 before.
+        behaviour_logprobs: float32 [slots, cache_len], nats, at the place of the token in the buffer.
+        model_logprobs: float32 [slots, cache_len], nats.
+        log_kept_mass: float32 [slots, cache_len], nats.
+        policy_versions: int32 [slots, cache_len].
+    """
+
+    rows: StepState
+    policy: Policy
+    cache: KVCache
+    given: jax.Array
+    stop: jax.Array
+    behaviour_logprobs: jax.Array
+    model_logprobs: jax.Array
+    log_kept_mass: jax.Array
+    policy_versions: jax.Array
+
+
+@struct.dataclass
+class Admission:
+    """Samples of one prompt that enter slots together. Arrays are indexed by slot; other slots' entries are unused.
+
+    Attributes:
+        slots: int32 [slots], the slots to fill, in its first `count` places.
+        count: int32 [].
+        buffer: int32 [slots, cache_len], prompt and given tokens.
+        prompt_len: int32 [].
+        given: int32 [slots].
+        keys: uint32 [slots, 2].
+        policy: leaves without a rows axis, the same for all samples.
+    """
+
+    slots: jax.Array
+    count: jax.Array
+    buffer: jax.Array
+    prompt_len: jax.Array
+    given: jax.Array
+    keys: jax.Array
+    policy: Policy
+
+
+def prefill(
+    model: Transformer,
+    params: dict,
+    staging: KVCache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    fresh: jax.Array,
+) -> KVCache:
+    """Reads one chunk of some prompts into the staging cache.
+
+    Args:
+        staging: cache of `prefill_rows` rows.
+        tokens, positions: int32 [prefill_rows, prefill_chunk]; position -1 is padding.
+        fresh: bool [prefill_rows], rows whose prompt begins here: their old content is wiped, so that nothing of an
+            earlier prompt (not even a NaN under a zero weight) can reach the new one.
+    """
+    wiped = jax.tree.map(
+        lambda layer: jnp.where(fresh[:, None, None, None], jnp.zeros((), layer.dtype), layer),
+        staging,
+    )
+    _, cache = model.apply({"params": params}, tokens, positions, wiped)
+    return cache
+
+
+def admit(state: EngineState, staging: KVCache, staged_row: jax.Array, admission: Admission) -> EngineState:
+    """Fills slots with samples of the prompt in row `staged_row` (int32 []) of the staging cache."""
+    slots = admission.given.shape[0]
+    listed = jnp.where(jnp.arange(slots) < admission.count, admission.slots, slots)
+    entering = jnp.zeros(slots, bool).at[listed].set(True, mode="drop")
+
+    def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
+        mask = entering.reshape((slots,) + (1,) * (old.ndim - 1))
+        return jnp.where(mask, new, old)
+
+    rows = state.rows
+    prompt_len = jnp.full(slots, admission.prompt_len)
+    return state.replace(
+        rows=rows.replace(
+            buffer=chosen(admission.buffer, rows.buffer),
+            prompt_len=chosen(prompt_len, rows.prompt_len),
+            length=chosen(prompt_len, rows.length),
+            active=rows.active | entering,
+            keys=chosen(admission.keys, rows.keys),
+        ),
+        policy=jax.tree.map(
+            lambda one, all_: chosen(jnp.broadcast_to(one, all_.shape), all_),
+            admission.policy,
+            state.policy,
+        ),
+        cache=state.cache.fill(staging, staged_row, admission.slots, admission.count),
+        given=chosen(admission.given, state.given),
+        stop=jnp.where(entering, 0, state.stop),
+    )
+
+
+def decode(
+    model: Transformer,
+    tokenizer_len: int,
+    params: dict,
+    state: EngineState,
+    version: jax.Array,
+    max_steps: jax.Array,
+    min_active: jax.Array,
+) -> tuple[EngineState, jax.Array, jax.Array]:
+    """Draws tokens for all active slots until `max_steps` are done or fewer than `min_active` rows still run.
+
+    Args:
+        version: int32 [], of the weights; written beside every token.
+        max_steps, min_active: int32 [].
+    Returns:
+        The state; the steps done; and the row-steps among them that advanced an active row.
+    """
+
+    def going(carry: tuple[EngineState, jax.Array, jax.Array]) -> jax.Array:
+        state, steps, _ = carry
+        return (steps < max_steps) & (jnp.sum(state.rows.active) >= min_active)
+
+    def body(
+        carry: tuple[EngineState, jax.Array, jax.Array],
+    ) -> tuple[EngineState, jax.Array, jax.Array]:
+        state, steps, busy = carry
+        busy = busy + jnp.sum(state.rows.active, dtype=jnp.int32)
+        return decode_step(model, tokenizer_len, params, state, version), steps + 1, busy
+
+    zero = jnp.zeros((), jnp.int32)
+    return jax.lax.while_loop(going, body, (state, zero, zero))
+
+
+def decode_step(
+    model: Transformer, tokenizer_len: int, params: dict, state: EngineState, version: jax.Array
+) -> EngineState:
+    """One token for every active row: forward, chain, draw, record, stop."""
+    rows = state.rows
+    index = jnp.arange(rows.buffer.shape[0], dtype=jnp.int32)
+    last = rows.buffer[index, jnp.maximum(rows.length - 1, 0)]
+    positions = jnp.where(rows.active, rows.length - 1, -1)
+    hidden, cache = model.apply({"params": params}, last[:, None], positions[:, None], state.cache)
+    logits = model.apply({"params": params}, hidden[:, 0], method="logits")
+
+    scores = state.policy.scores(rows, without_padded_ids(logits, tokenizer_len))
+    raw, behaviour = Distribution.of(logits), Distribution.of(scores)
+    drawn = draw(behaviour, uniforms(rows.keys, rows.step))
+    is_given = rows.length < state.given
+    token = jnp.where(is_given, rows.buffer[index, jnp.minimum(rows.length, rows.capacity - 1)], drawn)
+
+    committed = rows.active & behaviour.defined
+    place = jnp.where(committed, rows.length, rows.capacity)
+
+    def recorded(stored: jax.Array, new: jax.Array) -> jax.Array:
+        return stored.at[index, place].set(new, mode="drop")
+
+    after = rows.replace(active=committed).commit(token)
+    stop = state.policy.stop_codes(after, token)
+    stop = jnp.where((stop == 0) & (after.length >= rows.capacity), StopReason.CACHE_FULL.code, stop)
+    stop = jnp.where(behaviour.defined, stop, StopReason.UNDEFINED_DISTRIBUTION.code)
+    return state.replace(
+        rows=after.replace(active=committed & (stop == 0)),
+        cache=cache,
+        stop=jnp.where(rows.active, stop, state.stop),
+        behaviour_logprobs=recorded(state.behaviour_logprobs, behaviour.logprobs(token)),
+        model_logprobs=recorded(state.model_logprobs, raw.logprobs(token)),
+        log_kept_mass=recorded(state.log_kept_mass, log_kept_mass(raw, behaviour)),
+        policy_versions=recorded(state.policy_versions, jnp.full_like(token, version)),
+    )
+
+
+def without_padded_ids(logits: jax.Array, tokenizer_len: int) -> jax.Array:
+    """Removes the ids past the tokenizer's length, with which some checkpoints pad their head."""
+    if tokenizer_len >= logits.shape[-1]:
+        return logits
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    return jnp.where(ids[None, :] < tokenizer_len, logits, FILTER)

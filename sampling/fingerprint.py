@@ -1,0 +1,61 @@
+"""The numerics fingerprint: everything besides weights and requests that can change a bit of a result."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+
+from sampling.types import Geometry
+
+NUMERICS_VERSION = 1
+"""Rises with every change of the compiled programs that can change a bit."""
+
+
+def numerics_fingerprint(geometry: Geometry, dtype: str) -> dict[str, Any]:
+    """What results of this process depend on, as plain values. Equal fingerprints promise equal bits.
+
+    Args:
+        geometry: the engine's fixed shapes.
+        dtype: of the model's matrix products.
+    """
+    devices = jax.local_devices()
+    facts: dict[str, Any] = {
+        "numerics_version": NUMERICS_VERSION,
+        "geometry": dataclasses.asdict(geometry),
+        "dtype": dtype,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "platform": devices[0].platform,
+        "device_kind": devices[0].device_kind,
+        "num_devices": len(devices),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+    if facts["platform"] == "cpu":
+        # XLA compiles for the processor at hand and divides work among a fixed number of threads.
+        facts["cpu"] = _cpu_digest()
+        facts["threads"] = int(os.environ.get("NPROC") or len(os.sched_getaffinity(0)))
+    return facts
+
+
+def fingerprint_digest(facts: dict[str, Any]) -> str:
+    """A short name for a fingerprint: 16 hex digits."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _cpu_digest() -> str:
+    """Names the instruction set: machine type and, where the system tells, the processor's feature flags."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    flags = next(
+        (line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))),
+        [],
+    )
+    digest = hashlib.sha256(" ".join(sorted(flags)).encode()).hexdigest()[:8]
+    return f"{platform.machine()}-{digest}"

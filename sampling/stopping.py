@@ -1,0 +1,52 @@
+"""Stopping rules: when a row ends, and why."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from sampling.state import NO_TOKEN, StepState
+from sampling.types import StopReason
+
+
+class Stopping(Protocol):
+    """A pure function of the state after a token was committed, and of that token: which rows end now.
+
+    Args of a call: `state`; `tokens` int32 [rows], the tokens just committed. Returns bool [rows].
+    """
+
+    def __call__(self, state: StepState, tokens: jax.Array) -> jax.Array: ...
+
+
+class StoppingRule(struct.PyTreeNode):
+    """Base of the built-in rules: a frozen dataclass of leaves, and the reason that its rows end with."""
+
+    reason: ClassVar[StopReason]
+
+    def __call__(self, state: StepState, tokens: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+
+class EndOfSequence(StoppingRule):
+    """Ends a row that drew one of the ids in `eos`: int32 [ids], or [rows, ids] filled up with NO_TOKEN."""
+
+    eos: Any
+    reason = StopReason.EOS
+
+    def __call__(self, state: StepState, tokens: jax.Array) -> jax.Array:
+        ids = jnp.asarray(self.eos, jnp.int32)
+        ids = ids if ids.ndim == 2 else jnp.reshape(ids, (1, -1))
+        return jnp.any((tokens[:, None] == ids) & (ids != NO_TOKEN), axis=-1)
+
+
+class MaxNewTokens(StoppingRule):
+    """Ends a row once it holds `count` drawn tokens; a scalar or [rows]."""
+
+    count: Any
+    reason = StopReason.LENGTH
+
+    def __call__(self, state: StepState, tokens: jax.Array) -> jax.Array:
+        return state.step >= jnp.asarray(self.count, jnp.int32)
