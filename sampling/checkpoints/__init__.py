@@ -3,6 +3,7 @@
 from sampling.checkpoints.digest import weights_digest
 from sampling.checkpoints.inspection import CheckpointFormat, CheckpointInfo, inspect_checkpoint
 from sampling.checkpoints.loading import Checkpoint, load_checkpoint
+from sampling.checkpoints.tokenizer import load_tokenizer
 
 __all__ = [
     "Checkpoint",
@@ -10,5 +11,6 @@ __all__ = [
     "CheckpointInfo",
     "inspect_checkpoint",
     "load_checkpoint",
+    "load_tokenizer",
     "weights_digest",
 ]

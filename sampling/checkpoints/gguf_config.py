@@ -33,9 +33,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
 
     for key in ("expert_count", "attention.sliding_window"):
         if file.metadata.get(f"{family}.{key}"):
-            raise CheckpointError(
-                f"{file.path}: {family}.{key} = {setting(key)} is not supported; expected none"
-            )
+            raise CheckpointError(f"{file.path}: {family}.{key} = {setting(key)} is not supported; expected none")
     heads = int(setting("attention.head_count"))
     width, layers = int(setting("embedding_length")), int(setting("block_count"))
     head_dim = int(setting("attention.key_length", width // heads))

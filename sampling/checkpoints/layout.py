@@ -53,9 +53,7 @@ class Leaf:
         *width, kv_heads, slots, head_dim = out.shape
         group = slots - 2
         heads = tensor.T.reshape(*width, kv_heads, -1, head_dim)
-        out[..., slice(0, group) if place == 0 else slice(group + place - 1, group + place), :] = (
-            heads
-        )
+        out[..., slice(0, group) if place == 0 else slice(group + place - 1, group + place), :] = heads
 
 
 def layout(config: ModelConfig) -> Iterator[Leaf]:
@@ -97,9 +95,7 @@ def _layer(config: ModelConfig, path: tuple[str, ...], prefix: str) -> Iterator[
     if config.qk_norm:
         yield _norm((*path, "attention", "q_norm"), f"{attention}.q_norm", head_dim)
         yield _norm((*path, "attention", "k_norm"), f"{attention}.k_norm", head_dim)
-    yield from _projection(
-        (*path, "attention", "o"), f"{attention}.o_proj", q_size, width, config.o_bias
-    )
+    yield from _projection((*path, "attention", "o"), f"{attention}.o_proj", q_size, width, config.o_bias)
 
     yield _norm((*path, "feed_forward_norm"), f"{prefix}.post_attention_layernorm", width)
     yield Leaf(
@@ -111,25 +107,17 @@ def _layer(config: ModelConfig, path: tuple[str, ...], prefix: str) -> Iterator[
     )
     if config.mlp_bias:
         biases = tuple(f"{name}.bias" for name in gate_up)
-        yield Leaf(
-            (*path, "feed_forward", "gate_up_bias"), (2, ffn), biases, ((ffn,), (ffn,)), "gate_up"
-        )
-    yield from _projection(
-        (*path, "feed_forward", "down"), f"{mlp}.down_proj", ffn, width, config.mlp_bias
-    )
+        yield Leaf((*path, "feed_forward", "gate_up_bias"), (2, ffn), biases, ((ffn,), (ffn,)), "gate_up")
+    yield from _projection((*path, "feed_forward", "down"), f"{mlp}.down_proj", ffn, width, config.mlp_bias)
 
 
 def _norm(path: tuple[str, ...], source: str, size: int) -> Leaf:
     return Leaf((*path, "scale"), (size,), (f"{source}.weight",), ((size,),))
 
 
-def _projection(
-    path: tuple[str, ...], source: str, size_in: int, size_out: int, bias: bool
-) -> Iterator[Leaf]:
+def _projection(path: tuple[str, ...], source: str, size_in: int, size_out: int, bias: bool) -> Iterator[Leaf]:
     *parent, name = path
     shape = (size_in, size_out)
-    yield Leaf(
-        (*parent, f"{name}_kernel"), shape, (f"{source}.weight",), (shape[::-1],), "transpose"
-    )
+    yield Leaf((*parent, f"{name}_kernel"), shape, (f"{source}.weight",), (shape[::-1],), "transpose")
     if bias:
         yield Leaf((*parent, f"{name}_bias"), (size_out,), (f"{source}.bias",), ((size_out,),))

@@ -56,9 +56,7 @@ def load_checkpoint(
     """
     info = inspect_checkpoint(reference)
     files: TensorFiles
-    files = (
-        GGUFFile(info.path) if info.format is CheckpointFormat.GGUF else SafetensorsFiles(info.path)
-    )
+    files = GGUFFile(info.path) if info.format is CheckpointFormat.GGUF else SafetensorsFiles(info.path)
     leaves = list(layout(info.config))
     _check(info, leaves, files)
     item_bytes = np.dtype(dtype).itemsize
@@ -97,9 +95,7 @@ def _check(info: CheckpointInfo, leaves: list[Leaf], files: TensorFiles) -> None
                     f"{files.where(source)}: expected shape {list(shape)} for parameter {name},"
                     f" got {list(files.shapes[source])}"
                 )
-    surplus = [
-        name for name in files.shapes if name not in wanted and not _may_be_dropped(name, info)
-    ]
+    surplus = [name for name in files.shapes if name not in wanted and not _may_be_dropped(name, info)]
     if surplus:
         raise CheckpointError(
             f"{files.where(surplus[0])}: the model has no parameter for it"

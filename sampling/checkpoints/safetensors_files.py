@@ -29,9 +29,7 @@ class SafetensorsFiles:
             with _open(path) as file:
                 for name in file.keys():
                     if name in self._file_of:
-                        raise CheckpointError(
-                            f"{path}: tensor {name} is also in {self._file_of[name].name}"
-                        )
+                        raise CheckpointError(f"{path}: tensor {name} is also in {self._file_of[name].name}")
                     part = file.get_slice(name)
                     if part.get_dtype() not in _READABLE:
                         raise CheckpointError(
@@ -62,9 +60,7 @@ def _shards(directory: Path) -> list[Path]:
     names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     for name in names:
         if not (directory / name).is_file():
-            raise CheckpointError(
-                f"{directory / name}: named by {_INDEX}, but missing; copy all {len(names)} shards"
-            )
+            raise CheckpointError(f"{directory / name}: named by {_INDEX}, but missing; copy all {len(names)} shards")
     return [directory / name for name in names]
 
 

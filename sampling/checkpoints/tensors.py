@@ -15,8 +15,10 @@ import numpy as np
 class TensorFiles(Protocol):
     """The tensors of one checkpoint, read lazily."""
 
-    shapes: Mapping[str, tuple[int, ...]]
-    """Every tensor that is stored, by Transformers' name."""
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor that is stored, by Transformers' name."""
+        ...
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, dequantised where the file is quantised; float32, float16 or bfloat16."""

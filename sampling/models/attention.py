@@ -9,9 +9,7 @@ _MASKED = -1e30
 """Score of an invisible key: finite, so that a row without any visible key stays free of NaN."""
 
 
-def visible_keys(
-    query_positions: jax.Array, key_positions: jax.Array, window: int | None
-) -> jax.Array:
+def visible_keys(query_positions: jax.Array, key_positions: jax.Array, window: int | None) -> jax.Array:
     """Which keys each query may attend to: those up to its own position, within the sliding window.
 
     Args:
@@ -38,9 +36,7 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.
         that sees nothing.
     """
     scale = queries.shape[-1] ** -0.5
-    scores = (
-        jnp.einsum("rckgd,rkld->rkcgl", queries, keys, preferred_element_type=jnp.float32) * scale
-    )
+    scores = jnp.einsum("rckgd,rkld->rkcgl", queries, keys, preferred_element_type=jnp.float32) * scale
     seen = visible[:, None, :, None, :]
     scores = jnp.where(seen, scores, _MASKED)
     best = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))

@@ -75,9 +75,7 @@ class RopeScaling:
                 factor=float(_need(settings, "factor", "rope_scaling")),
                 low_freq_factor=float(_need(settings, "low_freq_factor", "rope_scaling")),
                 high_freq_factor=float(_need(settings, "high_freq_factor", "rope_scaling")),
-                original_max_position=int(
-                    _need(settings, "original_max_position_embeddings", "rope_scaling")
-                ),
+                original_max_position=int(_need(settings, "original_max_position_embeddings", "rope_scaling")),
             )
         raise CheckpointError(
             f"config.json: rope scaling of type {kind!r} is not supported; supported are default, linear, llama3"
@@ -129,25 +127,17 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "ffn"):
             if getattr(self, name) < 1:
-                raise CheckpointError(
-                    f"model config: {name} must be at least 1, got {getattr(self, name)}"
-                )
+                raise CheckpointError(f"model config: {name} must be at least 1, got {getattr(self, name)}")
         if self.heads % self.kv_heads:
             raise CheckpointError(
                 f"model config: {self.heads} heads cannot share {self.kv_heads} key/value heads evenly"
             )
         if self.head_dim % 2:
-            raise CheckpointError(
-                f"model config: head_dim must be even to be rotated, got {self.head_dim}"
-            )
+            raise CheckpointError(f"model config: head_dim must be even to be rotated, got {self.head_dim}")
         if len(self.sliding_windows) != self.layers:
-            raise CheckpointError(
-                f"model config: {len(self.sliding_windows)} sliding windows for {self.layers} layers"
-            )
+            raise CheckpointError(f"model config: {len(self.sliding_windows)} sliding windows for {self.layers} layers")
         if any(window is not None and window < 1 for window in self.sliding_windows):
-            raise CheckpointError(
-                f"model config: a sliding window below 1 in {self.sliding_windows}"
-            )
+            raise CheckpointError(f"model config: a sliding window below 1 in {self.sliding_windows}")
 
     @property
     def q_per_kv(self) -> int:
@@ -211,9 +201,7 @@ def _family(settings: Mapping[str, Any]) -> str:
     if not names and settings.get("model_type") in FAMILIES.values():
         return settings["model_type"]
     came = ", ".join(names) or f"model_type {settings.get('model_type')!r}"
-    raise CheckpointError(
-        f"config.json: architecture {came} is not supported; supported are {', '.join(FAMILIES)}"
-    )
+    raise CheckpointError(f"config.json: architecture {came} is not supported; supported are {', '.join(FAMILIES)}")
 
 
 def _kv_heads(settings: Mapping[str, Any], family: str, heads: int) -> int:
@@ -231,9 +219,7 @@ def _rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary settings in one mapping, wherever the writer put them."""
     nested = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if any(isinstance(value, Mapping) for value in nested.values()):
-        raise CheckpointError(
-            "config.json: rope_parameters that differ between layer types are not supported"
-        )
+        raise CheckpointError("config.json: rope_parameters that differ between layer types are not supported")
     if nested.get("partial_rotary_factor", 1) != 1:
         raise CheckpointError(
             f"config.json: partial_rotary_factor = {nested['partial_rotary_factor']!r} is not supported; expected 1"
@@ -242,9 +228,7 @@ def _rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**top, **nested}
 
 
-def _sliding_windows(
-    settings: Mapping[str, Any], family: str, layers: int
-) -> tuple[int | None, ...]:
+def _sliding_windows(settings: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
     window = settings.get("sliding_window")
     if family == "mistral":
         return (None if window is None else int(window),) * layers
@@ -261,9 +245,5 @@ def _sliding_windows(
             " sliding_attention"
         )
     if "sliding_attention" in kinds and window is None:
-        raise CheckpointError(
-            "config.json: layer_types has sliding_attention layers, but no sliding_window is set"
-        )
-    return tuple(
-        int(window) if window is not None and k == "sliding_attention" else None for k in kinds
-    )
+        raise CheckpointError("config.json: layer_types has sliding_attention layers, but no sliding_window is set")
+    return tuple(int(window) if window is not None and k == "sliding_attention" else None for k in kinds)

@@ -27,9 +27,7 @@ class KVCache:
     values: tuple[jax.Array, ...]
 
     @classmethod
-    def empty(
-        cls, config: ModelConfig, rows: int, cache_len: int, dtype: DTypeLike = jnp.float32
-    ) -> KVCache:
+    def empty(cls, config: ModelConfig, rows: int, cache_len: int, dtype: DTypeLike = jnp.float32) -> KVCache:
         """A cache of zeros for `rows` rows of up to `cache_len` tokens each."""
         shape = (rows, config.kv_heads, cache_len, config.head_dim)
         layers = range(config.layers)

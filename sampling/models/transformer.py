@@ -40,9 +40,7 @@ class Transformer(nn.Module):
 
     def setup(self) -> None:
         config = self.config
-        self.embedding = self.param(
-            "embedding", _normal, (config.vocab_size, config.width), self.dtype
-        )
+        self.embedding = self.param("embedding", _normal, (config.vocab_size, config.width), self.dtype)
         self.layers = [Layer(config, self.dtype) for _ in range(config.layers)]
         self.final_norm = RMSNorm(config.norm_eps, self.dtype)
         if not config.tied_head:
@@ -70,17 +68,12 @@ class Transformer(nn.Module):
             key_positions = positions
         else:
             key_positions = jnp.arange(cache.cache_len, dtype=jnp.int32)[None, :]
-        visible = {
-            window: visible_keys(positions, key_positions, window)
-            for window in set(config.sliding_windows)
-        }
+        visible = {window: visible_keys(positions, key_positions, window) for window in set(config.sliding_windows)}
         angles = rope_angles(config, positions)
         x = self.embedding.astype(self.dtype)[tokens]
         keys, values = [], []
         for index, layer in enumerate(self.layers):
-            x, new = layer(
-                x, positions, angles, visible[config.sliding_windows[index]], cache, index
-            )
+            x, new = layer(x, positions, angles, visible[config.sliding_windows[index]], cache, index)
             keys.append(new[0])
             values.append(new[1])
         hidden = self.final_norm(x)
@@ -118,9 +111,7 @@ class Layer(nn.Module):
         cache: KVCache | None,
         index: int,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        mixed, new = self.attention(
-            self.attention_norm(x), positions, angles, visible, cache, index
-        )
+        mixed, new = self.attention(self.attention_norm(x), positions, angles, visible, cache, index)
         x = x + mixed
         return x + self.feed_forward(self.feed_forward_norm(x)), new
 
@@ -154,12 +145,8 @@ class Attention(nn.Module):
         qkv = qkv.reshape(rows, chunk, *shape)
         queries_and_key, value = qkv[:, :, :, : group + 1], qkv[:, :, :, group + 1]
         if config.qk_norm:
-            query = RMSNorm(config.norm_eps, self.dtype, name="q_norm")(
-                queries_and_key[:, :, :, :group]
-            )
-            key = RMSNorm(config.norm_eps, self.dtype, name="k_norm")(
-                queries_and_key[:, :, :, group:]
-            )
+            query = RMSNorm(config.norm_eps, self.dtype, name="q_norm")(queries_and_key[:, :, :, :group])
+            key = RMSNorm(config.norm_eps, self.dtype, name="k_norm")(queries_and_key[:, :, :, group:])
             queries_and_key = jnp.concatenate([query, key], axis=3)
         turned = apply_rope(queries_and_key, *angles)
         query, key = turned[:, :, :, :group], turned[:, :, :, group]
@@ -167,9 +154,7 @@ class Attention(nn.Module):
             keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
         else:
             keys, values = cache.write(index, positions, key, value)
-        mixed = attend(query, keys, values, visible).reshape(
-            rows, chunk, config.heads * config.head_dim
-        )
+        mixed = attend(query, keys, values, visible).reshape(rows, chunk, config.heads * config.head_dim)
         kernel = (config.heads * config.head_dim, config.width)
         return _project(self, "o", mixed.astype(self.dtype), kernel, config.o_bias), (keys, values)
 
@@ -185,9 +170,7 @@ class FeedForward(nn.Module):
         config = self.config
         fused = _project(self, "gate_up", x, (config.width, 2, config.ffn), config.mlp_bias)
         gate, up = jnp.split(fused, 2, axis=-1)
-        return _project(
-            self, "down", nn.silu(gate) * up, (config.ffn, config.width), config.mlp_bias
-        )
+        return _project(self, "down", nn.silu(gate) * up, (config.ffn, config.width), config.mlp_bias)
 
 
 class RMSNorm(nn.Module):
