@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
@@ -81,7 +81,7 @@ class OutputConfig(Section):
 
 
 def _read_geometry(values: Any) -> Geometry:
-    return values if isinstance(values, Geometry) else _build("geometry", values, Geometry(), dataclasses.replace)
+    return values if isinstance(values, Geometry) else _build("geometry", values, Geometry())
 
 
 def _read_sampling(values: Any) -> SamplingParams:
@@ -91,10 +91,10 @@ def _read_sampling(values: Any) -> SamplingParams:
         named = {name: values[name] for name in ("order", "order_version") if name in values}
         SamplingParams.from_dict(named)
         values = {name: value for name, value in values.items() if name != "order_version"}
-    return _build("sampling", values, SamplingParams(), SamplingParams.replace)
+    return _build("sampling", values, SamplingParams())
 
 
-def _build(section: str, values: Any, default: _T, replace: Callable[..., _T]) -> _T:
+def _build(section: str, values: Any, default: _T) -> _T:
     """Sets one field at a time, so that every bad value is reported and not only the first."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{section}: expected keys and values, got {values!r}")
@@ -105,12 +105,12 @@ def _build(section: str, values: Any, default: _T, replace: Callable[..., _T]) -
             problems.append(unknown_key(section, name, known))
             continue
         try:
-            replace(default, **{name: value})
+            dataclasses.replace(default, **{name: value})
         except ConfigError as error:
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    return replace(default, **values)
+    return dataclasses.replace(default, **values)
 
 
 GeometryField = Annotated[Geometry, PlainValidator(_read_geometry), PlainSerializer(dataclasses.asdict)]

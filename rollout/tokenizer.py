@@ -24,8 +24,8 @@ class Tokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._bos: int | None = tokenizer.bos_token_id
+        self._tokenizer: Any = tokenizer  # its annotations cover batches and strings at once
+        self._bos: int | None = self._tokenizer.bos_token_id
         self._adds_bos = self._bos is not None and self._adds(self._bos)
 
     def __len__(self) -> int:
@@ -99,5 +99,6 @@ class Tokenizer:
         ][:1] != [bos]
 
     def _with_bos(self, ids: list[int]) -> list[int]:
-        missing = self._bos is not None and self._adds_bos and ids[:1] != [self._bos]
-        return [self._bos, *ids] if missing else list(ids)
+        if self._bos is None or not self._adds_bos or ids[:1] == [self._bos]:
+            return list(ids)
+        return [self._bos, *ids]

@@ -13,6 +13,7 @@ import numpy as np
 from rollout.json_values import is_utf8, require_json
 from rollout.rewards import Score
 from sampling.errors import RecordError
+from sampling.keys import row_key
 from sampling.params import SamplingParams
 from sampling.types import Completion, StopReason
 
@@ -59,7 +60,7 @@ class Trajectory:
         log_kept_mass: float32 [completion_len], nats; NaN where not measured.
         policy_versions: int32 [completion_len]: version of the weights that drew each token.
         policy: `SamplingParams.to_dict()` of the row's effective parameters.
-        key: uint32 [2]: the row's key; zeros if the row failed before it had one.
+        key: uint32 [2]: the row's key, from (seed, prompt id, sample index).
         stop_reason: why the row ended.
         status: completed or failed.
         failure: what went wrong; text for a failed row, None otherwise.
@@ -155,6 +156,7 @@ class Trajectory:
         sample_index: int,
         prompt_tokens: np.ndarray,
         params: SamplingParams,
+        run_seed: int,
         weights_digest: str,
         numerics_fingerprint: str,
         worker: str = "",
@@ -162,10 +164,11 @@ class Trajectory:
         group_id: str | None = None,
     ) -> Self:
         """The record of a sample that was never drawn: no tokens, stop reason `aborted`, and the reason in words."""
+        key = row_key(run_seed if params.seed is None else params.seed, prompt_id, sample_index)
         no_ids, no_nats = np.zeros(0, np.int32), np.zeros(0, np.float32)
         completion = Completion(
             prompt_id, sample_index, prompt_tokens, no_ids, no_nats, no_nats, no_nats, no_ids,
-            np.zeros(2, np.uint32), params, StopReason.ABORTED, wait_s=0.0, decode_s=0.0,
+            key, params, StopReason.ABORTED, wait_s=0.0, decode_s=0.0,
         )  # fmt: skip
         record = cls.from_completion(
             completion,

@@ -1,0 +1,39 @@
+"""Files that are either whole or absent: written under a temporary name, flushed to the disk, then renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+TEMPORARY_SUFFIX = ".tmp"
+"""Ends the name of a file that is not committed; such a file may be removed at any time."""
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> str:
+    """Replaces `path` with what `write` puts into the file that it is given.
+
+    Returns:
+        sha256 of the content, hexadecimal.
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    with temporary.open("w+b") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    temporary.replace(path)
+    _sync_directory(path.parent)
+    return digest
+
+
+def _sync_directory(path: Path) -> None:
+    """Makes the rename itself durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

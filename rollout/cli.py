@@ -1,0 +1,89 @@
+"""The `rollout` command. Thin: every subcommand is a library call of a few lines.
+
+Exit codes: 0 success, 1 failure, 2 usage or configuration, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from rollout.config_file import load_config
+from rollout.progress import ProgressReporter
+from rollout.status import read_status
+from sampling.errors import ServiceError
+
+INTERRUPTED = 130
+
+
+class _Commands(click.Group):
+    """Turns the service's own errors into one line and an exit code; `--debug` lets them through."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ServiceError as error:
+            if ctx.meta.get("debug"):
+                raise
+            click.echo(f"rollout: error: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("rollout: interrupted; start the same command again to continue", err=True)
+            ctx.exit(INTERRUPTED)
+
+
+def _keep_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    ctx.meta["debug"] = value
+
+
+debug_option = click.option(
+    "--debug", is_flag=True, expose_value=False, callback=_keep_debug, help="Show tracebacks of errors."
+)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="rollout-sampling")
+def main() -> None:
+    """Samples completions with exact log-probs, as records that can be trusted, replayed and rescored."""
+
+
+@main.command()
+@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="The run's folder.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace a value: sampling.top_p=0.9.")
+@click.option("--address", help="A Ray cluster to run on; without it, this machine.")
+@click.option("--quiet", is_flag=True, help="Show neither progress nor summary.")
+@debug_option
+def sample(config: Path, out: Path, overrides: tuple[str, ...], address: str | None, quiet: bool) -> None:
+    """Samples the prompts of CONFIG into the folder given by --out, or continues what was begun there."""
+    run_config = load_config(config, overrides)
+    from rollout.driver import sample_run  # starts JAX and Ray: not before the config is known to be good
+
+    with ProgressReporter(quiet=quiet) as progress:
+        summary = sample_run(run_config, out, address=address, progress=progress)
+    if not quiet:
+        summary.render(Console(file=sys.stdout))
+
+
+@main.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@debug_option
+def status(folder: Path, as_json: bool) -> None:
+    """Tells how far the run in DIR is, and the hash of its content."""
+    facts = dataclasses.asdict(read_status(folder))
+    if as_json:
+        click.echo(json.dumps(facts))
+    else:
+        for name, value in facts.items():
+            click.echo(f"{name:13} {'unknown' if value is None else value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What `rollout status` tells about a run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout.manifest import read_manifest
+from rollout.store import content_hash, read_trajectories
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The state of a run folder.
+
+    Attributes:
+        run_id: names the run.
+        state: "finished", or "unfinished": a start with the same config continues it.
+        done: samples on disk with a usable completion.
+        failed: samples on disk that failed.
+        total: samples that the run will have, or None if that is not known yet.
+        prompts: prompts with all samples on disk.
+        tokens: completion tokens on disk.
+        content_hash: `store.content_hash` of the samples on disk.
+    """
+
+    run_id: str
+    state: str
+    done: int
+    failed: int
+    total: int | None
+    prompts: int
+    tokens: int
+    content_hash: str
+
+
+def read_status(path: str | Path) -> RunStatus:
+    """Reads the whole folder, files included.
+
+    Raises:
+        ConfigError: the folder holds no run.
+        RecordError: a file of it is damaged.
+    """
+    manifest = read_manifest(Path(path))
+    return RunStatus(
+        run_id=manifest.run_id,
+        state="unfinished" if manifest.finished_at is None else "finished",
+        done=manifest.rows - manifest.failed,
+        failed=manifest.failed,
+        total=manifest.rows_total,
+        prompts=manifest.groups,
+        tokens=manifest.tokens,
+        content_hash=content_hash(read_trajectories(path)),
+    )

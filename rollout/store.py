@@ -1,0 +1,296 @@
+"""A run on disk: the resolved config, the manifest, and the trajectories as Parquet files.
+
+    DIR/config.yaml                         the resolved config
+    DIR/manifest.json                       what is committed (rollout/manifest.py)
+    DIR/trajectories/part-00000.parquet     whole groups, in prompt order
+
+Every file is written whole under a temporary name, flushed, then renamed; the manifest comes last. A kill at any
+moment therefore loses only rows that were not committed, and a later start draws those again, to the same bits.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from rollout.atomic import TEMPORARY_SUFFIX, write_atomically
+from rollout.codec import read_parquet, write_parquet
+from rollout.config import RunConfig, differences
+from rollout.config_file import dump_config, load_config
+from rollout.json_values import canonical_json
+from rollout.manifest import MANIFEST_NAME, Manifest, Shard, read_manifest
+from rollout.trajectory import Trajectory
+from sampling.errors import ConfigError, RecordError, RunError
+
+CONFIG_NAME = "config.yaml"
+SHARDS_NAME = "trajectories"
+_LOCK_NAME = ".lock"
+
+
+class RunFolder:
+    """Writes a run, or continues one. A context manager: leaving it commits the groups added so far.
+
+    Groups are added whole, in the order of the prompts; only the prompts outside `done_prompt_ids` are missing.
+    """
+
+    def __init__(self, path: Path, config: RunConfig, manifest: Manifest, lock: Any) -> None:
+        self.path = path
+        self.config = config
+        self.manifest = manifest
+        self.done_prompt_ids = _done_prompt_ids(path, manifest)
+        self._lock = lock
+        self._buffer: list[Trajectory] = []
+
+    @classmethod
+    def open(cls, path: str | Path, config: RunConfig) -> Self:
+        """Makes the folder, or opens the same run again and removes what was not committed.
+
+        Raises:
+            ConfigError: the folder holds another run (the differing keys are listed) or foreign files.
+            RunError: another process is writing to it.
+            RecordError: its manifest or a committed file is damaged.
+        """
+        path = Path(path)
+        if path.is_dir() and not (path / MANIFEST_NAME).exists():
+            _refuse_foreign_files(path)
+        try:
+            (path / SHARDS_NAME).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot make the output folder: {error.strerror}") from error
+        lock = _lock(path)
+        try:
+            if (path / MANIFEST_NAME).exists():
+                manifest = read_manifest(path)
+                _refuse_another_run(path, config, manifest)
+            else:
+                manifest = Manifest(
+                    run_id=uuid.uuid4().hex[:12], config_fingerprint=config.fingerprint(), started_at=_now()
+                )
+                write_atomically(path / CONFIG_NAME, lambda file: file.write(dump_config(config).encode()))
+                manifest.write(path)
+            _remove_uncommitted(path, manifest)
+            return cls(path, config, manifest, lock)
+        except BaseException:
+            lock.close()
+            raise
+
+    @property
+    def finished(self) -> bool:
+        """Whether every row is on disk, so that nothing is left to do."""
+        return self.manifest.finished_at is not None
+
+    def begin(
+        self,
+        *,
+        weights_digest: str,
+        numerics: Mapping[str, Mapping[str, Any]],
+        prompts_digest: str,
+        prompts_total: int | None = None,
+        rows_total: int | None = None,
+    ) -> None:
+        """Records what the rows are made from, before the first of them is added.
+
+        Args:
+            weights_digest: of the weights that the workers loaded.
+            numerics: fingerprint to facts, of every worker.
+            prompts_digest: `sources.digest_prompts` of the config's prompts.
+            prompts_total: prompts of the source, if known.
+            rows_total: samples over all prompts, if known.
+        Raises:
+            ConfigError: the folder's rows came from other weights or another prompt file.
+        """
+        for name, ours in (("weights_digest", weights_digest), ("prompts_digest", prompts_digest)):
+            theirs = getattr(self.manifest, name)
+            if theirs not in (None, ours):
+                raise ConfigError(
+                    f"{self.path}: holds rows made with {name} {theirs}, this start has {ours}: the file behind the"
+                    " same name has changed. Restore it, or choose another --out"
+                )
+        self._commit(
+            weights_digest=weights_digest,
+            prompts_digest=prompts_digest,
+            numerics={**self.manifest.numerics, **{name: dict(facts) for name, facts in numerics.items()}},
+            prompts_total=prompts_total,
+            rows_total=rows_total,
+        )
+
+    def add_group(self, group: Sequence[Trajectory]) -> None:
+        """Takes all samples of one prompt; commits a file when enough rows have come together.
+
+        Raises:
+            RecordError: the group is empty, mixes prompts, repeats a sample, or its prompt is on disk already.
+        """
+        prompt_ids = {trajectory.prompt_id for trajectory in group}
+        if len(prompt_ids) != 1:
+            raise RecordError(f"{self.path}: expected all samples of one prompt, got prompts {sorted(prompt_ids)}")
+        indices = [trajectory.sample_index for trajectory in group]
+        if indices != sorted(set(indices)):
+            raise RecordError(f"{self.path}: prompt {group[0].prompt_id!r}: sample indices repeat or fall: {indices}")
+        if group[0].prompt_id in self.done_prompt_ids:
+            raise RecordError(f"{self.path}: prompt {group[0].prompt_id!r} was added before")
+        self._buffer.extend(group)
+        self.done_prompt_ids |= prompt_ids
+        if len(self._buffer) >= self.config.output.rows_per_shard:
+            self.commit()
+
+    def commit(self) -> None:
+        """Writes the groups added since the last commit as one file and names it in the manifest."""
+        if not self._buffer:
+            return
+        rows = self._buffer
+        name = f"part-{len(self.manifest.shards):05d}.parquet"
+        digest = write_atomically(self.path / SHARDS_NAME / name, lambda file: write_parquet(file, rows))
+        shard = Shard(
+            file=name,
+            sha256=digest,
+            rows=len(rows),
+            failed=sum(row.failed for row in rows),
+            groups=len({row.prompt_id for row in rows}),
+            tokens=sum(row.completion_len for row in rows),
+            first_prompt=rows[0].prompt_id,
+            last_prompt=rows[-1].prompt_id,
+        )
+        self._commit(shards=(*self.manifest.shards, shard))
+        self._buffer = []
+
+    def finish(self) -> None:
+        """Commits the rest and marks the run as complete."""
+        self.commit()
+        self._commit(prompts_total=self.manifest.groups, rows_total=self.manifest.rows, finished_at=_now())
+
+    def trajectories(self) -> Iterator[Trajectory]:
+        """The committed trajectories, in prompt order."""
+        return read_trajectories(self.path)
+
+    def close(self) -> None:
+        """Commits the groups added so far and lets other processes write."""
+        try:
+            self.commit()
+        finally:
+            self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _commit(self, **changes: Any) -> None:
+        self.manifest = self.manifest.model_copy(update=changes)
+        self.manifest.write(self.path)
+
+
+def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
+    """The committed trajectories of a run folder, in prompt order, one file in memory at a time at most.
+
+    Raises:
+        ConfigError: the folder holds no run.
+        RecordError: a file is missing, changed, truncated or damaged; it is named.
+    """
+    path = Path(path)
+    for shard in read_manifest(path).shards:
+        file = path / SHARDS_NAME / shard.file
+        _check_digest(file, shard)
+        yield from read_parquet(file)
+
+
+def content_hash(trajectories: Iterable[Trajectory]) -> str:
+    """sha256 over what was sampled, hexadecimal: equal for equal content, whoever drew it, where and how fast.
+
+    Covers ids, tokens, log-prob bits, policy versions, keys, policy, ends and rewards; not the run's id, timings,
+    workers, texts or the way the rows are cut into files. The order of the rows counts.
+    """
+    total = hashlib.sha256()
+    for row in trajectories:
+        arrays = (
+            row.prompt_tokens,
+            row.completion_tokens,
+            row.behaviour_logprobs,
+            row.model_logprobs,
+            row.log_kept_mass,
+            row.policy_versions,
+            row.key,
+        )
+        reward = None if row.reward is None else row.reward.hex()
+        plain = [row.prompt_id, row.sample_index, row.stop_reason, row.status, reward, row.policy]
+        parts = [canonical_json(plain).encode(), *(_little_endian(array) for array in arrays)]
+        for part in parts:
+            total.update(len(part).to_bytes(8, "little"))
+            total.update(part)
+    return total.hexdigest()
+
+
+def _little_endian(array: np.ndarray) -> bytes:
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _lock(path: Path) -> Any:
+    """An exclusive lock, which the system drops with the process, however it ends."""
+    file = (path / _LOCK_NAME).open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise RunError(f"{path}: another process is writing this run; wait for it, or choose another --out") from error
+    return file
+
+
+def _refuse_foreign_files(path: Path) -> None:
+    ours = {CONFIG_NAME, SHARDS_NAME, _LOCK_NAME}
+    names = [entry.name for entry in path.iterdir()]
+    foreign = sorted(name for name in names if name not in ours and not name.endswith(TEMPORARY_SUFFIX))
+    if foreign:
+        raise ConfigError(f"{path}: expected a new or empty folder, or a run; it holds {', '.join(foreign[:5])}")
+
+
+def _refuse_another_run(path: Path, config: RunConfig, manifest: Manifest) -> None:
+    if manifest.config_fingerprint == config.fingerprint():
+        return
+    changed = differences(load_config(path / CONFIG_NAME), config)
+    lines = [f"  {key}: {theirs!r} there, {ours!r} here" for key, (theirs, ours) in changed.items()]
+    raise ConfigError(
+        "\n".join([f"{path}: holds another run ({manifest.run_id}); these keys differ:", *lines])
+        + "\nChoose another --out, or give the same values to continue that run"
+    )
+
+
+def _remove_uncommitted(path: Path, manifest: Manifest) -> None:
+    committed = {shard.file for shard in manifest.shards}
+    for file in [*path.glob(f"*{TEMPORARY_SUFFIX}"), *(path / SHARDS_NAME).glob("part-*")]:
+        if file.name not in committed:
+            file.unlink()
+
+
+def _check_digest(file: Path, shard: Shard) -> None:
+    try:
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise RecordError(f"{file}: named in the manifest, but cannot be read: {error.strerror}") from error
+    if digest != shard.sha256:
+        raise RecordError(
+            f"{file}: expected sha256 {shard.sha256}, got {digest}: changed, truncated or damaged since it was written;"
+            " restore it from a copy"
+        )
+
+
+def _done_prompt_ids(path: Path, manifest: Manifest) -> set[str]:
+    done: set[str] = set()
+    for shard in manifest.shards:
+        file = path / SHARDS_NAME / shard.file
+        _check_digest(file, shard)
+        done.update(pyarrow.parquet.read_table(file, columns=["prompt_id"]).column(0).unique().to_pylist())
+    return done
