@@ -8,25 +8,35 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from sampling.errors import RunError
+
 TEMPORARY_SUFFIX = ".tmp"
 """Ends the name of a file that is not committed; such a file may be removed at any time."""
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> str:
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> str:
     """Replaces `path` with what `write` puts into the file that it is given.
 
     Returns:
         sha256 of the content, hexadecimal.
+    Raises:
+        RunError: the file cannot be written; the one of that name, if any, is untouched.
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    with temporary.open("w+b") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-        file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    temporary.replace(path)
-    _sync_directory(path.parent)
+    try:
+        with temporary.open("w+b") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        temporary.replace(path)
+        _sync_directory(path.parent)
+    except OSError as error:
+        raise RunError(
+            f"{path}: cannot be written: {error.strerror}; what was committed before is safe,"
+            " start the same command again to continue"
+        ) from error
     return digest
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ INTERRUPTED = 130
 
 
 class _Commands(click.Group):
-    """Turns the service's own errors into one line and an exit code; `--debug` lets them through."""
+    """Turns the service's own errors into one message and an exit code; `--debug` shows where they came from."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except ServiceError as error:
             if ctx.meta.get("debug"):
-                raise
+                traceback.print_exc()
             click.echo(f"rollout: error: {error}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:

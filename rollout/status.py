@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.manifest import read_manifest
-from rollout.store import content_hash, read_trajectories
+from rollout.shards import content_hash, read_trajectories
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class RunStatus:
         total: samples that the run will have, or None if that is not known yet.
         prompts: prompts with all samples on disk.
         tokens: completion tokens on disk.
-        content_hash: `store.content_hash` of the samples on disk.
+        content_hash: `shards.content_hash` of the samples on disk.
     """
 
     run_id: str

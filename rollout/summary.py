@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rollout.manifest import MANIFEST_NAME, read_manifest
+from rollout.shards import SHARDS_NAME, read_trajectories
+from rollout.store import CONFIG_NAME
+from rollout.tasks import TASK_KEY
 from sampling.types import StopReason
 
 
 @dataclass(frozen=True)
 class Example:
-    """One completion to show: its prompt's id, its text and its reward."""
+    """One completion to show.
+
+    Attributes:
+        prompt_id: its prompt.
+        question: what was asked, where the prompt's metadata tells; else "".
+        text: the completion.
+        reward: its score, if it has one.
+    """
 
     prompt_id: str
+    question: str
     text: str
     reward: float | None
 
@@ -60,12 +76,66 @@ class RunSummary:
     examples: tuple[Example, ...] = field(default=())
     already_finished: bool = False
 
+    @classmethod
+    def from_folder(
+        cls,
+        path: Path,
+        *,
+        wall_s: float = 0.0,
+        tokens_per_s: float = 0.0,
+        programs_compiled: int = 0,
+        already_finished: bool = False,
+        num_examples: int = 4,
+    ) -> Self:
+        """Reads the run folder once and sums up; the first sample of the first prompts serves as example.
+
+        Raises:
+            ConfigError: the folder holds no run.
+            RecordError: a file of it is damaged.
+        """
+        rewards: list[float] = []
+        ends: Counter[StopReason] = Counter()
+        examples: list[Example] = []
+        behaviour = model = 0.0
+        reward_errors = 0
+        for row in read_trajectories(path):
+            ends[row.stop_reason] += 1
+            behaviour += row.behaviour_logprob
+            model += float(np.nansum(row.model_logprobs, dtype=np.float64))
+            reward_errors += row.reward_error is not None
+            if row.reward is not None:
+                rewards.append(row.reward)
+            if len(examples) < num_examples and row.prompt_id not in {e.prompt_id for e in examples}:
+                question = row.metadata.get(TASK_KEY, {}).get("question", "")
+                examples.append(Example(row.prompt_id, question, row.text, row.reward))
+        manifest = read_manifest(path)
+        shards = tuple(path / SHARDS_NAME / shard.file for shard in manifest.shards)
+        return cls(
+            prompts=manifest.groups,
+            trajectories=manifest.rows,
+            failed=manifest.failed,
+            tokens=manifest.tokens,
+            mean_reward=math.fsum(rewards) / len(rewards) if rewards else None,
+            reward_errors=reward_errors,
+            mean_behaviour_logprob=behaviour / manifest.tokens if manifest.tokens else None,
+            mean_model_logprob=model / manifest.tokens if manifest.tokens else None,
+            stop_reasons=dict(ends.most_common()),
+            wall_s=wall_s,
+            tokens_per_s=tokens_per_s,
+            programs_compiled=programs_compiled,
+            files=(*shards, path / MANIFEST_NAME, path / CONFIG_NAME),
+            examples=tuple(examples),
+            already_finished=already_finished,
+        )
+
     def render(self, console: Console) -> None:
         """Prints the examples, then one line per figure, then the files."""
         for example in self.examples:
             reward = "no reward" if example.reward is None else f"reward {example.reward:.2f}"
-            console.print(f"[bold]{escape(example.prompt_id)}[/bold]  [dim]{reward}[/dim]")
-            console.print(example.text.strip(), markup=False, highlight=False)
+            console.print(f"[bold]{escape(example.prompt_id)}[/bold]  [dim]{reward}[/dim]", highlight=False)
+            if example.question:
+                console.print(f"> {example.question}", markup=False, highlight=False)
+            console.print(example.text.strip() or "(no text)", markup=False, highlight=False)
             console.print()
         table = Table.grid(padding=(0, 2))
         for name, figure in self._figures():

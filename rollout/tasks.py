@@ -18,7 +18,7 @@ from typing import Any, Self
 from rollout.json_values import canonical_json
 from sampling.errors import ConfigError, PromptError
 
-METADATA_KEY = "reasoning_gym"
+TASK_KEY = "reasoning_gym"
 """Where a prompt's metadata holds its task."""
 
 
@@ -52,16 +52,16 @@ class Task:
             PromptError: the metadata holds no task.
         """
         try:
-            return cls(**metadata[METADATA_KEY])
+            return cls(**metadata[TASK_KEY])
         except (KeyError, TypeError) as error:
             raise PromptError(
-                f"metadata.{METADATA_KEY}: expected a task with {', '.join(cls.__dataclass_fields__)},"
+                f"metadata.{TASK_KEY}: expected a task with {', '.join(cls.__dataclass_fields__)},"
                 f" got metadata {dict(metadata)!r}; the scorer works on prompts of the reasoning_gym source"
             ) from error
 
     def to_metadata(self) -> dict[str, Any]:
         """Plain JSON values from which `from_metadata` makes the same task."""
-        return {METADATA_KEY: dataclasses.asdict(self)}
+        return {TASK_KEY: dataclasses.asdict(self)}
 
     def score(self, answer: str | None) -> float:
         """The dataset's score of an answer; 1 for a right one, None is scored as no answer.

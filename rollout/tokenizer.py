@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from rollout.prompts import Prompt
 from sampling.errors import PromptError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _CONTEXT_LEN = 8
 """Prompt tokens decoded before a completion: a code point has at most four bytes, hence at most four tokens."""
