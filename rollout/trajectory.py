@@ -240,7 +240,7 @@ class Trajectory:
 
     def _array(self, name: str, dtype: type[np.generic], length: int | None) -> np.ndarray:
         value = getattr(self, name)
-        expected = f"{np.dtype(dtype)} [{name + '_len' if length is None else length}]"
+        expected = f"{np.dtype(dtype)} [{'any length' if length is None else length}]"
         if not isinstance(value, np.ndarray):
             raise self._refusal(name, expected, value)
         if value.dtype != dtype or value.ndim != 1 or length not in (None, value.size):
