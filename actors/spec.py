@@ -1,0 +1,102 @@
+"""What a pool of workers is made from: the work, the place, the deadlines, the retries. All frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sampling.errors import ConfigError
+from sampling.types import Geometry
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker needs to build its engine. Equal specs on equal hosts give engines with equal bits.
+
+    Attributes:
+        checkpoint: a reference that `sampling.load_checkpoint` reads; it must lead somewhere on every host.
+        geometry: the engine's fixed shapes.
+        dtype: "float32" or "bfloat16", of the model's matrix products.
+    """
+
+    checkpoint: str
+    geometry: Geometry = field(default_factory=Geometry)
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where workers run. A worker is one process with one JAX runtime and its own copy of the weights.
+
+    Attributes:
+        num_workers: how many.
+        cpus: processors that Ray sets aside for each.
+        gpus: GPUs for each; a worker without GPUs and TPUs never opens one.
+        tpus: TPU chips for each: 1, 2, 4 or 8 of one host.
+        threads: threads of XLA's CPU kernels in each. The bits of a sum depend on it, so it belongs to the
+            geometry: keep it the same whatever the number of workers.
+    Raises:
+        ConfigError: a value is out of range, or GPUs and TPUs are asked for together.
+    """
+
+    num_workers: int = 1
+    cpus: float = 1
+    gpus: float = 0
+    tpus: int = 0
+    threads: int = 2
+
+    def __post_init__(self) -> None:
+        _require(self.num_workers >= 1, "placement.num_workers", "at least 1", self.num_workers)
+        _require(self.threads >= 1, "placement.threads", "at least 1", self.threads)
+        for name in ("cpus", "gpus", "tpus"):
+            _require(getattr(self, name) >= 0, f"placement.{name}", "at least 0", getattr(self, name))
+        if self.gpus and self.tpus:
+            raise ConfigError(f"placement: expected GPUs or TPUs, got {self.gpus} GPUs and {self.tpus} TPU chips")
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """How long to wait before a worker counts as lost. No wait of a pool is without one.
+
+    Attributes:
+        start_s: seconds for finding room, starting the process, loading and compiling.
+        group_s: seconds between handing a group to a worker and its end, its turn in the worker's queue included.
+        heartbeat_s: seconds without an answer from the process, whatever its engine does.
+    """
+
+    start_s: float = 600.0
+    group_s: float = 600.0
+    heartbeat_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        for name in ("start_s", "group_s", "heartbeat_s"):
+            _require(getattr(self, name) > 0, f"deadlines.{name}", "seconds above 0", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """What to do about lost workers.
+
+    Attributes:
+        max_group_attempts: workers that may be lost with a group in their hands before the group itself is
+            blamed. The last attempt is made alone on its worker, so that it convicts no innocent group.
+        max_worker_restarts: restarts of one worker in a row, without a finished group in between.
+        backoff_s: seconds before the second restart in a row; the first is immediate, each further wait is doubled.
+    """
+
+    max_group_attempts: int = 3
+    max_worker_restarts: int = 3
+    backoff_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self.max_group_attempts >= 1, "retry.max_group_attempts", "at least 1", self.max_group_attempts)
+        _require(self.max_worker_restarts >= 0, "retry.max_worker_restarts", "at least 0", self.max_worker_restarts)
+        _require(self.backoff_s >= 0, "retry.backoff_s", "seconds of at least 0", self.backoff_s)
+
+    def pause_s(self, restarts: int) -> float:
+        """Seconds to wait before a restart, the first in a row being number 1."""
+        return 0.0 if restarts <= 1 else self.backoff_s * 2.0 ** (restarts - 2)
+
+
+def _require(valid: bool, name: str, expected: str, got: object) -> None:
+    if not valid:
+        raise ConfigError(f"{name}: expected {expected}, got {got!r}")

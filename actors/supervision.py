@@ -1,0 +1,224 @@
+"""Crew: keeps workers alive. The one place where lost workers are noticed and replaced.
+
+A worker is lost when its process dies, when its engine raises, when it answers no pings, or when a group outlives its
+deadline. It is killed, the assignments in its hands are handed back as an event, and a replacement with the same name
+is started while the budget lasts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from actors.causes import error_type, in_words, last_lines, require_agreement
+from actors.cluster import worker_options
+from actors.dispatch import Loss
+from actors.handle import WorkerHandle
+from actors.messages import Answer, WorkerDescription, add_stats
+from actors.spec import Deadlines, Placement, RetryPolicy, WorkerSpec
+from actors.worker import CONTROL, SamplingWorker
+from sampling.engine import EngineStats
+from sampling.errors import ServiceError, WorkerError
+
+FETCH_S = 30.0
+"""Seconds to fetch a value that Ray has reported as ready."""
+
+PINGS_PER_HEARTBEAT = 4
+_LOSSES_TOLD = 3
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A worker finished some assignments."""
+
+    worker: str
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A worker was lost with these assignments in its hands."""
+
+    loss: Loss
+    tickets: tuple[int, ...]
+
+
+Event = Answered | Lost
+
+
+class Crew:
+    """Starts, watches and replaces workers; within `cluster.connected`.
+
+    Attributes:
+        restarts: replacements so far.
+        standard: description of the first worker that was ready; all others must agree with it.
+    """
+
+    def __init__(self, spec: WorkerSpec, placement: Placement, deadlines: Deadlines, retry: RetryPolicy) -> None:
+        self.restarts = 0
+        self.standard: WorkerDescription | None = None
+        self._spec, self._placement, self._deadlines, self._retry = spec, placement, deadlines, retry
+        actor_class: Any = ray.remote(concurrency_groups={CONTROL: 1})(SamplingWorker)
+        self._actor_class = actor_class.options(**worker_options(placement))
+        self._workers = [WorkerHandle(f"worker-{index}") for index in range(placement.num_workers)]
+        self._stats_of_lost: list[EngineStats] = []
+        self._losses: deque[Loss] = deque(maxlen=_LOSSES_TOLD)
+
+    @property
+    def ready(self) -> list[WorkerHandle]:
+        """Workers that can take assignments."""
+        return [worker for worker in self._workers if worker.description]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every worker is ready or given up."""
+        return len(self.ready) == len(self._workers)
+
+    def stats(self) -> EngineStats:
+        """Counts of all workers as last heard, those of lost ones included."""
+        return add_stats([*self._stats_of_lost, *(worker.stats for worker in self._workers)])
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """What happened since the last call; waits at most so many seconds for something to happen.
+
+        Raises:
+            WorkerError: the last worker was lost and its restarts are spent, or two workers disagree.
+            CheckpointError, ConfigError: what the workers are told to build cannot be built.
+        """
+        for worker in self._workers:
+            if worker.actor is None and time.monotonic() >= worker.start_after:
+                self._launch(worker)
+        hearers = {ref: hearer for worker in self._workers for ref, hearer in self._awaited(worker)}
+        events = [event for ref in _arrived(list(hearers), timeout_s) for event in hearers[ref]()]
+        # Judged after all that has arrived was heard, so that a driver which was busy convicts nobody.
+        for worker in list(self._workers):
+            if worker.actor is not None and (missed := self._missed_deadline(worker)):
+                events += self._lose(worker, TimeoutError(missed))
+        return events
+
+    def shutdown(self) -> None:
+        """Ends every worker's process."""
+        for worker in self._workers:
+            worker.kill()
+
+    def _launch(self, worker: WorkerHandle) -> None:
+        worker.actor = self._actor_class.remote(worker.name, self._spec)
+        worker.started = time.monotonic()
+        worker.starting = worker.actor.start.remote()
+
+    def _awaited(self, worker: WorkerHandle) -> Iterator[tuple[Any, Callable[[], list[Event]]]]:
+        """What may arrive from a worker, each with the function that hears it."""
+        since_ping_s = time.monotonic() - worker.pinged
+        if worker.description and not worker.ping and since_ping_s > self._deadlines.heartbeat_s / PINGS_PER_HEARTBEAT:
+            worker.ping, worker.pinged = worker.actor.ping.remote(), time.monotonic()
+        if worker.starting is not None:
+            yield worker.starting, lambda: self._hear(worker, self._description)
+        if worker.stream is not None:
+            yield worker.stream, lambda: self._hear(worker, self._reports)
+        if worker.ping is not None:
+            yield worker.ping, lambda: self._hear(worker, self._ping)
+
+    def _hear(self, worker: WorkerHandle, read: Callable[[WorkerHandle], list[Event]]) -> list[Event]:
+        if worker.actor is None:  # lost a moment ago, by another of its messages
+            return []
+        try:
+            events = read(worker)
+        except (RayError, StopIteration) as error:
+            return self._lose(worker, error)
+        worker.heard = time.monotonic()
+        return events
+
+    def _description(self, worker: WorkerHandle) -> list[Event]:
+        description: WorkerDescription = ray.get(worker.starting, timeout=FETCH_S)
+        self.standard = self.standard or description
+        require_agreement(self.standard, description)
+        worker.description, worker.starting = description, None
+        worker.stream = worker.actor.serve.remote()
+        return []
+
+    def _reports(self, worker: WorkerHandle) -> list[Event]:
+        answers: list[Answer] = []
+        while not answers or _arrived([worker.stream], 0):
+            report = ray.get(next(worker.stream), timeout=FETCH_S)
+            worker.stats, worker.restarts = report.stats, 0
+            answers += report.answers
+            for answer in report.answers:
+                worker.release(answer.ticket)
+        return [Answered(worker.name, tuple(answers))]
+
+    def _ping(self, worker: WorkerHandle) -> list[Event]:
+        worker.stats = ray.get(worker.ping, timeout=FETCH_S)
+        worker.ping = None
+        return []
+
+    def _missed_deadline(self, worker: WorkerHandle) -> str | None:
+        """Which deadline a worker has missed, in words."""
+        now, deadlines = time.monotonic(), self._deadlines
+        if not worker.description:
+            late = now - worker.started > deadlines.start_s
+            return f"it was not ready within {deadlines.start_s:g} s{self._room()}" if late else None
+        if worker.ping and now - max(worker.pinged, worker.heard) > deadlines.heartbeat_s:
+            return f"it answered nothing for {deadlines.heartbeat_s:g} s; its process hangs"
+        for held in worker.hands.values():
+            if now - held.since > deadlines.group_s:
+                prompt_id = held.assignment.request.prompt_id
+                return f"prompt {prompt_id!r} was not finished within {deadlines.group_s:g} s"
+        return None
+
+    def _lose(self, worker: WorkerHandle, cause: BaseException) -> list[Event]:
+        """Ends a lost worker and plans its replacement."""
+        if isinstance(cause, RayTaskError) and isinstance(cause.cause, ServiceError) and not worker.description:
+            raise cause.cause  # the order cannot be filled; any other worker would say the same
+        loss = Loss(worker.name, error_type(cause), _account(worker, cause))
+        lost = Lost(loss, tuple(worker.hands))
+        self._losses.append(loss)
+        self._stats_of_lost.append(worker.stats)
+        worker.restarts += not worker.alone  # what was alone with the worker is to blame, the worker is not
+        worker.start_after = time.monotonic() + self._retry.pause_s(worker.restarts)
+        worker.kill()
+        if worker.restarts > self._retry.max_worker_restarts:
+            self._workers.remove(worker)
+        else:
+            self.restarts += 1
+        if not self._workers:
+            story = "\n".join(loss.message for loss in self._losses)
+            raise WorkerError(
+                f"no worker is left; the limit of {self._retry.max_worker_restarts} restarts in a row"
+                f" (max_worker_restarts) is reached. The last losses:\n{story}"
+            ) from cause
+        return [lost]
+
+    def _room(self) -> str:
+        """What a worker asks of Ray beside what is free."""
+        place, free = self._placement, ray.available_resources()
+        asked = {"CPU": place.cpus, "GPU": place.gpus, "TPU": place.tpus}
+        return "; free of what it asks for: " + ", ".join(
+            f"{free.get(name, 0):g} {name} of {amount:g} wanted" for name, amount in asked.items() if amount
+        )
+
+
+def _account(worker: WorkerHandle, cause: BaseException) -> str:
+    """Who was lost, where, with what in its hands, why, and its last words."""
+    seen = worker.description
+    place = f" (pid {seen.pid} on {seen.host})" if seen else ""
+    prompts = [repr(held.assignment.request.prompt_id) for held in worker.hands.values()]
+    more = f" and {len(prompts) - 3} more" if len(prompts) > 3 else ""
+    doing = f" while it worked on prompt {', '.join(prompts[:3])}{more}" if prompts else ""
+    log = [f"  log: {line}" for line in last_lines(seen.log_files if seen else ())]
+    return "\n".join([f"{worker.name}{place} was lost{doing}: {in_words(cause)}", *log])
+
+
+def _arrived(refs: Sequence[Any], timeout_s: float) -> list[Any]:
+    """Those of the references behind which something has arrived; waits for the first of them."""
+    if not refs:
+        time.sleep(timeout_s)
+        return []
+    if timeout_s > 0:
+        ray.wait(list(refs), num_returns=1, timeout=timeout_s)
+    return ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]

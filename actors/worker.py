@@ -1,0 +1,150 @@
+"""SamplingWorker: the Ray actor that hosts one engine and decodes for as long as it lives.
+
+One streaming call, `serve`, decodes for ever; requests reach it through `submit` while it runs, so the engine's slots
+are refilled continuously and never drain between requests. `submit` and `ping` run on a thread of their own and
+answer at once, whatever the engine does.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+
+from actors.messages import NO_WORK, Answer, Assignment, Rejection, Report, WorkerDescription
+from actors.spec import WorkerSpec
+
+if TYPE_CHECKING:
+    from sampling.engine import Engine, EngineStats
+    from sampling.types import Group, Request
+
+CONTROL = "control"
+"""Concurrency group of the calls that answer at once."""
+
+IDLE_WAIT_S = 1.0
+"""Longest wait of a worker without work, so that no wait is unbounded."""
+
+
+class SamplingWorker:
+    """Hosts one engine. A plain class; `actors.supervision` makes it an actor.
+
+    Args:
+        name: for messages and records.
+        spec: what to build.
+    """
+
+    def __init__(self, name: str, spec: WorkerSpec) -> None:
+        self._name = name
+        self._spec = spec
+        self._engine: Engine | None = None
+        self._inbox: queue.SimpleQueue[Assignment] = queue.SimpleQueue()
+        self._desk = _Desk()
+
+    def start(self) -> WorkerDescription:
+        """Loads the weights and compiles the engine's programs.
+
+        Raises:
+            CheckpointError, ConfigError: the checkpoint or the engine's settings cannot be used.
+        """
+        from sampling.checkpoints import load_checkpoint, weights_digest  # here, and here alone, JAX opens a device
+        from sampling.engine import Engine
+
+        began = time.monotonic()
+        checkpoint = load_checkpoint(self._spec.checkpoint)
+        digest = weights_digest(checkpoint.params)
+        self._engine = Engine(checkpoint, self._spec.geometry, self._spec.dtype)
+        return WorkerDescription(
+            name=self._name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            log_files=_log_files(),
+            checkpoint=checkpoint.info,
+            weights_digest=digest,
+            fingerprint=self._engine.fingerprint,
+            programs_compiled=self._engine.stats().programs_compiled,
+            start_s=time.monotonic() - began,
+        )
+
+    def serve(self) -> Iterator[Report]:
+        """Decodes for ever and reports answers as soon as there are some, many at a time.
+
+        An error of the engine itself ends the call: what the slots hold can then no longer be trusted.
+        """
+        engine = self._engine
+        assert engine is not None, "start() comes first"
+        while True:
+            self._collect(wait=engine.idle and not self._desk.waiting)
+            answers = self._desk.admit(engine)
+            answers += [self._desk.settle(group) for group in engine.step()]
+            if answers:
+                yield Report(tuple(answers), engine.stats())
+
+    @ray.method(concurrency_group=CONTROL)
+    def submit(self, assignments: list[Assignment]) -> None:
+        """Puts requests into the worker's queue; their answers come out of `serve`."""
+        for assignment in assignments:
+            self._inbox.put(assignment)
+
+    @ray.method(concurrency_group=CONTROL)
+    def ping(self) -> EngineStats:
+        """Shows that the process lives, and what it has done so far."""
+        return self._engine.stats() if self._engine else NO_WORK
+
+    def _collect(self, wait: bool) -> None:
+        """Moves what has arrived to the desk; waits a moment for the first if there is nothing else to do."""
+        try:
+            self._desk.waiting.append(self._inbox.get(wait, IDLE_WAIT_S))
+            while True:
+                self._desk.waiting.append(self._inbox.get_nowait())
+        except queue.Empty:
+            pass
+
+
+class _Desk:
+    """Knows which ticket each group of the engine belongs to.
+
+    The engine names groups by prompt id and sample indices. A request with the name of one that is still running,
+    left over from a run that was broken off, waits until the other has left: their answers cannot be mixed up.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[Assignment] = []
+        self._running: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def admit(self, engine: Engine) -> list[Answer]:
+        """Gives the engine what it can take and answers for what it refuses."""
+        refused, held = [], []
+        for assignment in self.waiting:
+            name = _request_name(assignment.request)
+            if name in self._running:
+                held.append(assignment)
+                continue
+            try:
+                engine.submit(assignment.request)
+                self._running[name] = assignment.ticket
+            except Exception as error:  # whatever is wrong with one request is an answer, not the end of the worker
+                refused.append(Answer(assignment.ticket, Rejection(type(error).__name__, str(error))))
+        self.waiting = held
+        return refused
+
+    def settle(self, group: Group) -> Answer:
+        """The answer that a finished group is."""
+        indices = tuple(completion.sample_index for completion in group.completions)
+        return Answer(self._running.pop((group.prompt_id, indices)), group)
+
+
+def _request_name(request: Request) -> tuple[str, tuple[int, ...]]:
+    return request.prompt_id, request.sample_indices
+
+
+def _log_files() -> tuple[str, ...]:
+    """Files behind standard output and standard error, where the system can tell."""
+    links = [Path(f"/proc/self/fd/{descriptor}") for descriptor in (1, 2)]
+    targets = dict.fromkeys(os.readlink(link) for link in links if link.is_symlink())
+    return tuple(target for target in targets if target.startswith("/") and not target.startswith("/dev/"))
