@@ -65,7 +65,7 @@ _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _NUMBER = re.compile(
     rf"""
     (?<![\w.])                                  # not within a word or a longer number
-    (?: (?<![\w)]) (?<![\w)]\ ) [-{_MINUS_SIGN}] )?  # a sign, unless an operand stands before it
+    (?: (?<![\w)]) (?<![\d)]\ ) [-{_MINUS_SIGN}] )?  # a sign, unless an operand stands before it
     (?: \d{{1,3}} (?:,\d{{3}})+ | \d+ )          # digits, with or without thousands separators
     (?: \.\d+ )?
     """,

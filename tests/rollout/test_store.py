@@ -1,0 +1,282 @@
+"""Tests rollout/store.py, shards.py, manifest.py and atomic.py. What they promise:
+
+1. What is committed is whole; what is not committed does not exist, whenever the process dies.
+2. A folder continues its own run only, and says what differs otherwise.
+3. Every sample is in the folder once; groups are whole, in the order of the prompts.
+4. The content hash names what was sampled and nothing else.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout.config_file import load_config, parse_config
+from rollout.manifest import read_manifest
+from rollout.shards import content_hash, read_trajectories
+from rollout.status import read_status
+from rollout.store import RunFolder
+from sampling.errors import ConfigError, RecordError, RunError
+from sampling.types import StopReason
+from tests.rollout.records import group, trajectory
+
+ROOT = Path(__file__).parents[2]
+MADE_FROM = {"weights_digest": "w0", "numerics": {"n0": {"jax": "1"}}, "prompts_digest": ""}
+
+
+def config(seed=0, rows_per_shard=4):
+    return parse_config(
+        {
+            "model": {"checkpoint": "m"},
+            "prompts": {"source": "inline", "rows": [{"prompt": "hi"}]},
+            "seed": seed,
+            "output": {"rows_per_shard": rows_per_shard},
+        }
+    )
+
+
+def write_run(path, prompt_ids="abc", **settings):
+    with RunFolder.open(path, config(**settings)) as folder:
+        folder.begin(**MADE_FROM)
+        for prompt_id in prompt_ids:
+            folder.add_group(group(prompt_id))
+        folder.finish()
+    return folder.manifest
+
+
+def test_a_finished_run_reads_back_in_prompt_order(tmp_path):
+    manifest = write_run(tmp_path / "run", "cab")
+    rows = list(read_trajectories(tmp_path / "run"))
+    assert rows == [*group("c"), *group("a"), *group("b")]
+    assert [(s.file, s.rows, s.groups, s.tokens, s.first_prompt, s.last_prompt) for s in manifest.shards] == [
+        ("part-00000.parquet", 4, 2, 8, "c", "a"),
+        ("part-00001.parquet", 2, 1, 4, "b", "b"),
+    ]
+    assert (manifest.rows_total, manifest.prompts_total, manifest.failed) == (6, 3, 0)
+    assert manifest.numerics == {"n0": {"jax": "1"}} and manifest.weights_digest == "w0"
+    assert "behaviour_logprobs" in manifest.logprob_definition
+
+
+def test_the_folder_holds_exactly_its_files(tmp_path):
+    write_run(tmp_path / "run")
+    names = sorted(str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*") if p.is_file())
+    assert names == [
+        ".lock",
+        "config.yaml",
+        "manifest.json",
+        "trajectories/part-00000.parquet",
+        "trajectories/part-00001.parquet",
+    ]
+    assert load_config(tmp_path / "run" / "config.yaml") == config()
+
+
+def test_a_finished_folder_says_so_and_keeps_its_run(tmp_path):
+    before = write_run(tmp_path / "run")
+    with RunFolder.open(tmp_path / "run", config()) as folder:
+        assert folder.finished
+        assert folder.done_prompt_ids == {"a", "b", "c"}
+        assert folder.manifest == before
+        assert list(folder.trajectories()) == list(read_trajectories(tmp_path / "run"))
+
+
+def test_an_unfinished_run_continues_to_the_same_content(tmp_path):
+    write_run(tmp_path / "whole", "abcde")
+    with RunFolder.open(tmp_path / "cut", config()) as folder:
+        folder.begin(**MADE_FROM)
+        for prompt_id in "abc":
+            folder.add_group(group(prompt_id))
+    with RunFolder.open(tmp_path / "cut", config(rows_per_shard=1)) as folder:
+        assert not folder.finished and folder.done_prompt_ids == {"a", "b", "c"}
+        folder.begin(**MADE_FROM)
+        for prompt_id in "de":
+            folder.add_group(group(prompt_id))
+        folder.finish()
+    whole, cut = (content_hash(read_trajectories(tmp_path / name)) for name in ("whole", "cut"))
+    assert whole == cut
+
+
+def test_sigkill_between_commits_loses_only_what_was_not_committed(tmp_path):
+    program = """
+        import os, signal, sys
+        from rollout import store
+        from tests.rollout.records import group
+        from tests.rollout.test_store import MADE_FROM, config
+        folder = store.RunFolder.open(sys.argv[1], config(rows_per_shard=2))
+        folder.begin(**MADE_FROM)
+        folder.add_group(group("a"))
+        store.RunFolder._commit = lambda self, **_: os.kill(os.getpid(), signal.SIGKILL)
+        folder.add_group(group("b"))
+    """
+    run = tmp_path / "run"
+    killed = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(run)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert killed.returncode == -signal.SIGKILL
+    (run / "trajectories" / "part-00007.parquet.tmp").write_bytes(b"half")
+    (run / "manifest.json.tmp").write_bytes(b"{")
+    assert (run / "trajectories" / "part-00001.parquet").exists(), "written, but never named by the manifest"
+    assert list(read_trajectories(run)) == group("a")
+    with RunFolder.open(run, config(rows_per_shard=2)) as folder:
+        assert folder.done_prompt_ids == {"a"}
+        assert [p.name for p in (run / "trajectories").iterdir()] == ["part-00000.parquet"]
+        assert not (run / "manifest.json.tmp").exists()
+        folder.begin(**MADE_FROM)
+        folder.add_group(group("b"))
+        folder.finish()
+    write_run(tmp_path / "whole", "ab")
+    assert content_hash(read_trajectories(run)) == content_hash(read_trajectories(tmp_path / "whole"))
+
+
+def test_the_folder_of_another_run_is_refused_with_the_keys_that_differ(tmp_path):
+    write_run(tmp_path / "run", seed=3)
+    before = sorted((p, p.read_bytes()) for p in (tmp_path / "run").rglob("*") if p.is_file())
+    with pytest.raises(ConfigError) as caught:
+        RunFolder.open(tmp_path / "run", config(seed=4))
+    assert "holds another run" in str(caught.value)
+    assert "  seed: 3 there, 4 here" in str(caught.value).splitlines()
+    assert before == sorted((p, p.read_bytes()) for p in (tmp_path / "run").rglob("*") if p.is_file())
+
+
+@pytest.mark.parametrize("changed", ["weights_digest", "prompts_digest"])
+def test_other_weights_or_prompts_behind_the_same_name_are_refused(tmp_path, changed):
+    with RunFolder.open(tmp_path / "run", config()) as folder:
+        folder.begin(**MADE_FROM)
+        folder.add_group(group("a"))
+    with (
+        RunFolder.open(tmp_path / "run", config()) as folder,
+        pytest.raises(ConfigError, match=f"{changed} .*the file behind the same name has changed"),
+    ):
+        folder.begin(**{**MADE_FROM, changed: "other"})
+
+
+def test_a_folder_with_foreign_files_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(ConfigError, match=r"expected a new or empty folder, or a run; it holds thesis\.tex"):
+        RunFolder.open(tmp_path, config())
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(ConfigError, match="cannot make the output folder"):
+        RunFolder.open(tmp_path / "thesis.tex", config())
+
+
+def test_two_writers_cannot_share_a_folder(tmp_path):
+    with (
+        RunFolder.open(tmp_path / "run", config()),
+        pytest.raises(RunError, match="another process is writing this run"),
+    ):
+        RunFolder.open(tmp_path / "run", config())
+    RunFolder.open(tmp_path / "run", config()).close()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"expected all samples of one prompt, got prompts \[\]"),
+        ([trajectory("b", 0), trajectory("c", 1)], r"got prompts \['b', 'c'\]"),
+        ([trajectory("b", 0), trajectory("b", 0)], r"prompt 'b': sample indices repeat or fall: \[0, 0\]"),
+        (group("a"), "prompt 'a' was added before"),
+    ],
+)
+def test_a_group_that_would_lose_or_repeat_a_sample_is_refused(tmp_path, rows, message):
+    with RunFolder.open(tmp_path / "run", config()) as folder:
+        folder.begin(**MADE_FROM)
+        folder.add_group(group("a"))
+        with pytest.raises(RecordError, match=message):
+            folder.add_group(rows)
+    assert list(read_trajectories(tmp_path / "run")) == group("a")
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-30], lambda b: b[:80] + b"\0" + b[81:], None])
+def test_a_damaged_file_is_named_and_stops_the_reading(tmp_path, damage):
+    write_run(tmp_path / "run")
+    file = tmp_path / "run" / "trajectories" / "part-00001.parquet"
+    if damage:
+        file.write_bytes(damage(file.read_bytes()))
+    else:
+        file.unlink()
+    rows = read_trajectories(tmp_path / "run")
+    assert [next(rows).prompt_id for _ in range(4)] == ["a", "a", "b", "b"]
+    with pytest.raises(RecordError, match=r"part-00001\.parquet"):
+        next(rows)
+    with pytest.raises(RecordError, match=r"part-00001\.parquet"):
+        RunFolder.open(tmp_path / "run", config())
+
+
+def test_a_damaged_manifest_is_named(tmp_path):
+    write_run(tmp_path / "run")
+    path = tmp_path / "run" / "manifest.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps({**fields, "schema_version": 2}))
+    with pytest.raises(RecordError, match=r"manifest\.json: expected trajectory schema version 1, got 2"):
+        read_manifest(tmp_path / "run")
+    path.write_text(json.dumps({**fields, "extra": 1}))
+    with pytest.raises(RecordError, match=r"manifest\.json: extra"):
+        read_manifest(tmp_path / "run")
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(RecordError, match=r"manifest\.json"):
+        read_manifest(tmp_path / "run")
+
+
+def test_a_disk_that_cannot_be_written_leaves_the_committed_rows(tmp_path, monkeypatch):
+    folder = RunFolder.open(tmp_path / "run", config(rows_per_shard=2))
+    folder.begin(**MADE_FROM)
+    folder.add_group(group("a"))
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(RunError, match=r"part-00001\.parquet: cannot be written: No space left on device"):
+            folder.add_group(group("b"))
+    assert list(read_trajectories(tmp_path / "run")) == group("a")
+    folder.close()
+    assert list(read_trajectories(tmp_path / "run")) == [*group("a"), *group("b")]
+
+
+def test_status_counts_rows_and_names_the_content(tmp_path):
+    with RunFolder.open(tmp_path / "run", config()) as folder:
+        folder.begin(**MADE_FROM, rows_total=8)
+        folder.add_group([trajectory("a", 0), trajectory("a", 1, stop_reason=StopReason.ABORTED)])
+    status = read_status(tmp_path / "run")
+    assert (status.state, status.done, status.failed, status.total, status.prompts) == ("unfinished", 1, 1, 8, 1)
+    assert status.content_hash == content_hash(read_trajectories(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"found no manifest\.json"):
+        read_status(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt_id": "q"},
+        {"sample_index": 1},
+        {"completion_tokens": np.array([7, 9], np.int32)},
+        {"behaviour_logprobs": np.array([-0.5, np.nextafter(np.float32(-0.7), np.float32(0))], np.float32)},
+        {"model_logprobs": np.array([-0.6, np.nan], np.float32)},
+        {"log_kept_mass": np.array([-0.1, -0.0], np.float32)},
+        {"stop_reason": StopReason.LENGTH},
+        {"key": np.array([3, 5], np.uint32)},
+        {"policy_versions": np.array([0, 1], np.int32)},
+    ],
+)
+def test_the_content_hash_sees_what_was_sampled(change):
+    assert content_hash([trajectory()]) != content_hash([trajectory(**change)])
+
+
+def test_the_content_hash_sees_order_and_nothing_of_how_it_was_made():
+    a, b = trajectory("a"), trajectory("b")
+    assert content_hash([a, b]) != content_hash([b, a])
+    elsewhere = trajectory("a", run_id="r2", worker="w9", wait_s=9.0, decode_s=8.0, numerics_fingerprint="x")
+    assert content_hash([a]) == content_hash([elsewhere])
+
+
+def test_the_content_hash_is_a_fixed_number():
+    """Golden: changes only together with the schema version, and with a line in the changelog."""
+    assert content_hash([]) == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
