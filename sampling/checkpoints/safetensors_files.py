@@ -27,7 +27,7 @@ class SafetensorsFiles:
         self._file_of: dict[str, Path] = {}
         for path in _shards(directory):
             with _open(path) as file:
-                for name in file.keys():
+                for name in sorted(file.keys()):
                     if name in self._file_of:
                         raise CheckpointError(f"{path}: tensor {name} is also in {self._file_of[name].name}")
                     part = file.get_slice(name)

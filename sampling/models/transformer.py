@@ -64,13 +64,11 @@ class Transformer(nn.Module):
             them before).
         """
         config = self.config
-        if cache is None:
-            key_positions = positions
-        else:
-            key_positions = jnp.arange(cache.cache_len, dtype=jnp.int32)[None, :]
+        in_cache = None if cache is None else jnp.arange(cache.cache_len, dtype=jnp.int32)[None, :]
+        key_positions = positions if in_cache is None else in_cache
         visible = {window: visible_keys(positions, key_positions, window) for window in set(config.sliding_windows)}
         angles = rope_angles(config, positions)
-        x = self.embedding.astype(self.dtype)[tokens]
+        x = jnp.asarray(self.embedding, self.dtype)[tokens]
         keys, values = [], []
         for index, layer in enumerate(self.layers):
             x, new = layer(x, positions, angles, visible[config.sliding_windows[index]], cache, index)

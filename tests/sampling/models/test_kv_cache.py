@@ -1,0 +1,90 @@
+"""Writes land at their positions or nowhere; rows are copied whole."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sampling.models import KVCache, ModelConfig
+
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=11,
+    width=8,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=2,
+    ffn=6,
+    norm_eps=1e-5,
+    rope_theta=1e4,
+    rope_scaling=None,
+    tied_head=True,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    sliding_windows=(None, None),
+    max_position=64,
+)
+
+
+def _numbered(rows: int, cache_len: int, start: int = 0) -> KVCache:
+    """A cache in which every number is different."""
+    empty = KVCache.empty(CONFIG, rows, cache_len)
+    leaves, tree = jax.tree.flatten(empty)
+    size = leaves[0].size
+    filled = [
+        (start + index * size + jnp.arange(size, dtype=jnp.float32)).reshape(leaf.shape)
+        for index, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(tree, filled)
+
+
+def test_empty_has_one_array_per_layer():
+    cache = KVCache.empty(CONFIG, rows=3, cache_len=5, dtype=jnp.bfloat16)
+    assert (cache.rows, cache.cache_len) == (3, 5)
+    assert [leaf.shape for leaf in cache.keys + cache.values] == [(3, 2, 5, 2)] * 4
+    assert {leaf.dtype for leaf in jax.tree.leaves(cache)} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("position", [-1, -5, 5, 6, 2**31 - 1])
+def test_a_position_outside_is_dropped(position):
+    """Not wrapped to the back, and not moved to the last place."""
+    cache = _numbered(rows=2, cache_len=5)
+    new = jnp.full((2, 1, 2, 2), -7.0)
+    keys, values = jax.jit(KVCache.write, static_argnums=1)(cache, 1, jnp.array([[position], [3]], jnp.int32), new, new)
+    for written, before in ((keys, cache.keys[1]), (values, cache.values[1])):
+        np.testing.assert_array_equal(written[0], before[0])
+        np.testing.assert_array_equal(written[1], before[1].at[:, 3].set(-7.0))
+
+
+def test_a_chunk_lands_at_its_positions():
+    cache = KVCache.empty(CONFIG, rows=1, cache_len=6)
+    new = jnp.arange(12, dtype=jnp.float32).reshape(1, 3, 2, 2)
+    keys, values = cache.write(0, jnp.array([[4, -1, 1]], jnp.int32), new, new + 100)
+    expected = np.zeros((1, 2, 6, 2), np.float32)
+    expected[0, :, 4], expected[0, :, 1] = new[0, 0], new[0, 2]
+    np.testing.assert_array_equal(keys, expected)
+    np.testing.assert_array_equal(values, np.where(expected != 0, expected + 100, 0) + _at_zero(new))
+
+
+def _at_zero(new: jax.Array) -> np.ndarray:
+    """The entry of `new` that is itself zero, so that `values` holds 100 there."""
+    where = np.zeros((1, 2, 6, 2), np.float32)
+    where[0, 0, 4, 0] = 100
+    return where
+
+
+def test_fill_copies_one_row_to_the_first_listed_slots():
+    cache, source = _numbered(rows=4, cache_len=3), _numbered(rows=2, cache_len=3, start=1000)
+    filled = jax.jit(KVCache.fill)(cache, source, jnp.int32(1), jnp.array([3, 0, 1, 1], jnp.int32), jnp.int32(2))
+    for got, old, new in zip(*map(jax.tree.leaves, (filled, cache, source)), strict=True):
+        np.testing.assert_array_equal(got[np.array([3, 0])], np.stack([new[1], new[1]]))
+        np.testing.assert_array_equal(got[np.array([1, 2])], old[np.array([1, 2])])
+
+
+def test_configuration_is_hashable():
+    assert hash(CONFIG) == hash(dataclasses.replace(CONFIG))

@@ -1,0 +1,69 @@
+"""What makes a row its own world, at one fixed shape of a compiled decode step:
+
+1. Permuting the rows permutes the output, bit for bit.
+2. What lies beyond a row's last position does not change a bit of it.
+3. Neither does what the other rows hold.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sampling.models import KVCache
+
+ROWS, CACHE_LEN = 5, 17
+POSITIONS = jnp.array([[3], [16], [0], [9], [11]], jnp.int32)
+
+
+@pytest.fixture(params=["llama", "qwen3", "mistral"])
+def step(request, load_kind):
+    """A compiled decode step (tokens, positions, cache) to (logits, cache), and a cache of random content."""
+    loaded = load_kind(request.param)
+
+    @jax.jit
+    def decode(tokens, positions, cache):
+        hidden, cache = loaded.model.apply({"params": loaded.params}, tokens, positions, cache)
+        return loaded.model.apply({"params": loaded.params}, hidden, method="logits"), cache
+
+    return decode, _random_cache(loaded.model.config, seed=0)
+
+
+def _random_cache(config, seed: int, scale: float = 1.0) -> KVCache:
+    leaves, tree = jax.tree.flatten(KVCache.empty(config, ROWS, CACHE_LEN))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return jax.tree.unflatten(
+        tree, [scale * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    )
+
+
+TOKENS = jnp.array([[7], [100], [201], [44], [7]], jnp.int32)
+
+
+def test_permuted_rows_give_permuted_bits(step):
+    decode, cache = step
+    order = jnp.array([4, 2, 0, 3, 1])
+    logits, after = decode(TOKENS, POSITIONS, cache)
+    permuted, permuted_after = decode(TOKENS[order], POSITIONS[order], jax.tree.map(lambda leaf: leaf[order], cache))
+    np.testing.assert_array_equal(permuted, logits[order])
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[order]), permuted_after, after)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e6])
+def test_masked_cache_content_does_not_change_a_bit(step, scale):
+    decode, cache = step
+    stale = jax.tree.map(lambda leaf: scale * jax.random.normal(jax.random.key(9), leaf.shape, leaf.dtype), cache)
+    beyond = jnp.arange(CACHE_LEN)[None, None, :, None] >= POSITIONS[:, :, None, None]
+    dirty = jax.tree.map(lambda old, new: jnp.where(beyond, new, old), cache, stale)
+    np.testing.assert_array_equal(decode(TOKENS, POSITIONS, dirty)[0], decode(TOKENS, POSITIONS, cache)[0])
+
+
+def test_other_rows_do_not_change_a_bit(step):
+    decode, cache = step
+    mine = jnp.arange(ROWS) == 3
+    other = jax.tree.map(lambda leaf: jnp.where(mine[:, None, None, None], leaf, 2 * leaf[::-1] + 1), cache)
+    tokens = jnp.where(mine[:, None], TOKENS, 13)
+    positions = jnp.where(mine[:, None], POSITIONS, jnp.array([[-1], [2], [16], [0], [-1]], jnp.int32))
+    np.testing.assert_array_equal(decode(tokens, positions, other)[0][3], decode(TOKENS, POSITIONS, cache)[0][3])
