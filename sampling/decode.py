@@ -20,8 +20,7 @@ from sampling.transforms import FILTER
 from sampling.types import StopReason
 
 
-@struct.dataclass
-class EngineState:
+class EngineState(struct.PyTreeNode):
     """All slots of an engine.
 
     Attributes:
@@ -47,8 +46,7 @@ class EngineState:
     policy_versions: jax.Array
 
 
-@struct.dataclass
-class Admission:
+class Admission(struct.PyTreeNode):
     """Samples of one prompt that enter slots together. Arrays are indexed by slot; other slots' entries are unused.
 
     Attributes:

@@ -14,8 +14,7 @@ BLOCK = 256
 """Token ids per block of the two-level cumulative mass; part of the numerics of a draw."""
 
 
-@struct.dataclass
-class Distribution:
+class Distribution(struct.PyTreeNode):
     """A final distribution over the vocabulary, as the draw reads it.
 
     Attributes:

@@ -45,8 +45,8 @@ def threefry2x32(key: Any, counter: Any) -> Any:
             x1 = x1 ^ x0
         x0 = x0 + schedule[(block + 1) % 3]
         x1 = x1 + schedule[(block + 2) % 3] + np.uint32(block + 1)
-    stack = np.stack if isinstance(x0, (np.ndarray, np.generic)) else jnp.stack
-    return stack([x0, x1], axis=-1)
+    xp: Any = jnp if isinstance(x0, jax.Array) else np
+    return xp.stack([x0, x1], axis=-1)
 
 
 def row_key(seed: int, prompt_id: str, sample_index: int) -> np.ndarray:

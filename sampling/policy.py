@@ -24,8 +24,7 @@ EOS_CAPACITY = 16
 """End-of-sequence ids that a row can have."""
 
 
-@struct.dataclass
-class Policy:
+class Policy(struct.PyTreeNode):
     """How rows are drawn and when they end. Leaves are scalars for one row, or [rows] for a batch.
 
     Attributes:

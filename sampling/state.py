@@ -15,8 +15,7 @@ NO_TOKEN = -1
 """Fills the places of a history that hold no token. Compare with it; never index with it."""
 
 
-@struct.dataclass
-class StepState:
+class StepState(struct.PyTreeNode):
     """The rows of a batch between two draws: no parameters, no cache, no padding.
 
     Attributes:

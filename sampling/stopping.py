@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import ArrayLike
 
 from sampling.state import NO_TOKEN, StepState
 from sampling.types import StopReason
@@ -33,7 +34,7 @@ class StoppingRule(struct.PyTreeNode):
 class EndOfSequence(StoppingRule):
     """Ends a row that drew one of the ids in `eos`: int32 [ids], or [rows, ids] filled up with NO_TOKEN."""
 
-    eos: Any
+    eos: ArrayLike
     reason = StopReason.EOS
 
     def __call__(self, state: StepState, tokens: jax.Array) -> jax.Array:
@@ -45,7 +46,7 @@ class EndOfSequence(StoppingRule):
 class MaxNewTokens(StoppingRule):
     """Ends a row once it holds `count` drawn tokens; a scalar or [rows]."""
 
-    count: Any
+    count: ArrayLike
     reason = StopReason.LENGTH
 
     def __call__(self, state: StepState, tokens: jax.Array) -> jax.Array:

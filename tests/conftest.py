@@ -11,6 +11,22 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax
+import jax.monitoring
+import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture
+def compilations():
+    """A list that grows by one with every program that JAX compiles, or fetches from its cache, during the test."""
+    seen = []
+
+    def listener(event, *_, **__):
+        if event.endswith("backend_compile_duration"):
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listener)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from sampling.state import StepState
 from sampling.transforms.base import FILTER, Transform, per_row
@@ -21,7 +22,7 @@ HEAD = 64
 class TopK(Transform):
     """Keeps the `k` best tokens and all that tie with the k-th; 0 is off."""
 
-    k: jax.Array | int
+    k: ArrayLike
     NEUTRAL = (0,)
     argmax_invariant = True
 
@@ -45,7 +46,7 @@ class TopP(Transform):
     Source: nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751; Transformers' TopPLogitsWarper.
     """
 
-    p: jax.Array | float
+    p: ArrayLike
     NEUTRAL = (1.0,)
     argmax_invariant = True
 
@@ -84,7 +85,7 @@ class MinP(Transform):
     Source: Nguyen et al. 2024, arXiv:2407.01082; Transformers' MinPLogitsWarper.
     """
 
-    p: jax.Array | float
+    p: ArrayLike
     NEUTRAL = (0.0,)
     argmax_invariant = True
 

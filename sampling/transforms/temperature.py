@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from sampling.state import StepState
 from sampling.transforms.base import FILTER, Transform, per_row
@@ -12,7 +13,7 @@ from sampling.transforms.base import FILTER, Transform, per_row
 class Temperature(Transform):
     """Divides the scores by `value` > 0; 1 is neutral. Temperature 0 is `Greedy`, not a division."""
 
-    value: jax.Array | float
+    value: ArrayLike
     NEUTRAL = (1.0,)
     argmax_invariant = True
 
@@ -29,7 +30,7 @@ class Greedy(Transform):
     A row without a distribution (NaN, +inf or nothing left) passes through undefined, for the draw to refuse.
     """
 
-    enabled: jax.Array | bool = True
+    enabled: ArrayLike = True
     NEUTRAL = (False,)
     argmax_invariant = True
 
