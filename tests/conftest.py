@@ -18,6 +18,16 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+def pytest_collection_modifyitems(items):
+    """Cheap tests first: then the slow ones, those with the real model, and those that start Ray."""
+    cost = ("slow", "real", "ray")
+    items.sort(
+        key=lambda item: max(
+            (cost.index(mark.name) + 1 for mark in item.iter_markers() if mark.name in cost), default=0
+        )
+    )
+
+
 @pytest.fixture
 def compilations():
     """A list that grows by one with every program that JAX compiles, or fetches from its cache, during the test."""
