@@ -62,7 +62,7 @@ class WorkersConfig(Section):
     count: int = Field(default=1, ge=1)
     cpus: float = Field(default=1, ge=0)
     gpus: float = Field(default=0, ge=0)
-    tpus: float = Field(default=0, ge=0)
+    tpus: int = Field(default=0, ge=0)
     threads: int = Field(default=2, ge=1)
     group_deadline_s: float = Field(default=600, gt=0)
     start_deadline_s: float = Field(default=600, gt=0)

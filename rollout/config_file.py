@@ -101,7 +101,10 @@ def _apply(values: dict[str, Any], override: str) -> None:
     try:
         value = yaml.load(text, _StrictLoader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override}: expected a YAML value, got {text!r}: {_flat(error)}") from error
+        raise ConfigError(
+            f"--set {override}: expected a YAML value, got {text!r} ({_flat(error)});"
+            " put quotes around text with special characters"
+        ) from error
     parent: Any = values
     for depth, name in enumerate(names):
         place = ".".join(names[:depth])
