@@ -1,4 +1,4 @@
-"""Why a worker was lost, told so that a person can act on it: Ray's errors in our words, and the process's last ones."""
+"""Why a worker was lost, so that a person can act on it: Ray's errors in our words, and the process's last ones."""
 
 from __future__ import annotations
 

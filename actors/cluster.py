@@ -111,7 +111,7 @@ def _runtime_env(placement: Placement) -> dict[str, Any]:
 
 def _installed() -> bool:
     places = {sysconfig.get_paths()["purelib"], site.getusersitepackages(), *site.getsitepackages()}
-    return any(_SOURCE_ROOT == Path(place).resolve() for place in places)
+    return any(Path(place).resolve() == _SOURCE_ROOT for place in places)
 
 
 def _runs_here(node: dict[str, Any]) -> bool:

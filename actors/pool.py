@@ -106,6 +106,11 @@ class WorkerPool:
         """The workers that are ready."""
         return tuple(worker.description for worker in self._open_crew().ready if worker.description)
 
+    @property
+    def slots(self) -> int:
+        """Rows that decode at the same time, over all workers that were asked for."""
+        return self._placement.num_workers * self._spec.geometry.slots
+
     def stats(self) -> PoolStats:
         """Counts since the pool was entered; asks nobody and does not block."""
         crew = self._open_crew()

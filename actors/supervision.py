@@ -64,8 +64,8 @@ class Crew:
         self.restarts = 0
         self.standard: WorkerDescription | None = None
         self._spec, self._placement, self._deadlines, self._retry = spec, placement, deadlines, retry
-        actor_class: Any = ray.remote(concurrency_groups={CONTROL: 1})(SamplingWorker)
-        self._actor_class = actor_class.options(**worker_options(placement))
+        remote: Any = ray.remote  # its annotations know no concurrency groups
+        self._actor_class = remote(concurrency_groups={CONTROL: 1}, **worker_options(placement))(SamplingWorker)
         self._workers = [WorkerHandle(f"worker-{index}") for index in range(placement.num_workers)]
         self._stats_of_lost: list[EngineStats] = []
         self._losses: deque[Loss] = deque(maxlen=_LOSSES_TOLD)
@@ -145,7 +145,7 @@ class Crew:
     def _reports(self, worker: WorkerHandle) -> list[Event]:
         answers: list[Answer] = []
         while not answers or _arrived([worker.stream], 0):
-            report = ray.get(next(worker.stream), timeout=FETCH_S)
+            report: Any = ray.get(next(worker.stream), timeout=FETCH_S)
             worker.stats, worker.restarts = report.stats, 0
             answers += report.answers
             for answer in report.answers:

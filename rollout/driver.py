@@ -1,0 +1,109 @@
+"""sample_run: the main job on one page. Prompts from the config, groups through the workers, files in the folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors import Deadlines, Placement, RetryPolicy, WorkerPool, WorkerSpec
+from rollout.config import RunConfig
+from rollout.groups import GroupSampler
+from rollout.progress import Progress, ProgressReporter
+from rollout.prompts import Prompt
+from rollout.rewards import reward_from_config
+from rollout.sources import digest_prompts, read_prompts
+from rollout.store import RunFolder
+from rollout.summary import RunSummary
+from rollout.tokenizer import Tokenizer
+from sampling.checkpoints import inspect_checkpoint, load_tokenizer
+from sampling.fingerprint import fingerprint_digest
+from sampling.params import SamplingParams
+
+
+def sample_run(
+    config: RunConfig,
+    out_dir: str | Path,
+    *,
+    address: str | None = None,
+    progress: ProgressReporter | None = None,
+) -> RunSummary:
+    """Samples every prompt of the config into a folder, or continues what was begun there.
+
+    Every (prompt id, sample index) ends exactly once on disk, in prompt order: as a completion, or as a failed
+    trajectory that says why. The bytes of the samples do not depend on the workers or on interruptions.
+
+    Args:
+        out_dir: a new folder, or that of the same run: unfinished, it is continued; finished, nothing is done.
+        address: of a running Ray cluster; None starts Ray on this machine.
+        progress: where to show how far the run is.
+    Raises:
+        ConfigError, PromptError, CheckpointError: the input has to change; found before any worker is started.
+        WorkerError: all workers were lost. What was finished is on disk, and a later start continues.
+    """
+    began = time.monotonic()
+    progress = progress or ProgressReporter(quiet=True)
+    with RunFolder.open(out_dir, config) as folder:
+        if folder.finished:
+            return RunSummary.from_folder(folder.path, already_finished=True)
+        reward = reward_from_config(config.reward)
+        census = _count(read_prompts(config.prompts), config.sampling)
+        checkpoint = inspect_checkpoint(config.model.checkpoint)
+        tokenizer = Tokenizer(load_tokenizer(checkpoint))
+        progress.message(f"starting {config.workers.count} worker(s) with {checkpoint.name}")
+        with _pool(config, address) as pool:
+            loaded = time.monotonic()
+            progress.message(f"ready after {loaded - began:.1f} s")
+            numerics = pool.description.fingerprint
+            folder.begin(
+                weights_digest=pool.description.weights_digest,
+                numerics={fingerprint_digest(numerics): numerics},
+                prompts_digest=digest_prompts(config.prompts),
+                prompts_total=census.prompts,
+                rows_total=census.rows,
+            )
+            sampler = GroupSampler(
+                pool, tokenizer, config.sampling, seed=config.seed, reward=reward, run_id=folder.manifest.run_id
+            )
+            done = frozenset(folder.done_prompt_ids)
+            rows_done = folder.manifest.rows
+            for group in sampler.sample(p for p in read_prompts(config.prompts) if p.id not in done):
+                folder.add_group(group)
+                rows_done += len(group)
+                engines = pool.stats().engines
+                progress.update(Progress(rows_done, census.rows, engines.tokens, engines.slots_busy, pool.slots))
+            folder.finish()
+            engines, sampled_s = pool.stats().engines, time.monotonic() - loaded
+        return RunSummary.from_folder(
+            folder.path,
+            wall_s=time.monotonic() - began,
+            tokens_per_s=engines.tokens / sampled_s,
+            programs_compiled=engines.programs_compiled,
+        )
+
+
+@dataclass(frozen=True)
+class _Census:
+    """How many prompts a source holds, and samples of them."""
+
+    prompts: int
+    rows: int
+
+
+def _count(prompts: Iterable[Prompt], params: SamplingParams) -> _Census:
+    """Reads the whole source once, so that a bad line costs seconds before the run and not hours into it."""
+    sizes = [prompt.params(params).n for prompt in prompts]
+    return _Census(len(sizes), sum(sizes))
+
+
+def _pool(config: RunConfig, address: str | None) -> WorkerPool:
+    """The workers that a config asks for."""
+    workers = config.workers
+    return WorkerPool(
+        WorkerSpec(config.model.checkpoint, config.geometry, config.model.dtype),
+        Placement(workers.count, workers.cpus, workers.gpus, int(workers.tpus), workers.threads),
+        Deadlines(start_s=workers.start_deadline_s, group_s=workers.group_deadline_s),
+        RetryPolicy(workers.max_group_attempts, workers.max_worker_restarts),
+        address=address,
+    )

@@ -1,0 +1,174 @@
+"""GroupSampler: prompts in, groups of trajectories out, in the order of the prompts.
+
+The one path from prompts to records: jobs (rollout/driver.py) and the Python surface (rollout/service.py) differ in
+where the prompts come from and where the groups go.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from actors import GroupFailure, GroupResult, Outcome, WorkerPool
+from rollout.prompts import Prompt
+from rollout.rewards import Reward, judge
+from rollout.tokenizer import Tokenizer
+from rollout.trajectory import Trajectory
+from sampling.errors import PromptError
+from sampling.fingerprint import fingerprint_digest
+from sampling.params import SamplingParams
+from sampling.types import Completion, Request
+
+WINDOW_ROUNDS = 8
+"""Samples dispatched ahead of the oldest unfinished prompt, as a multiple of all slots: what reordering may hold."""
+
+TrajectoryGroup = tuple[Trajectory, ...]
+"""All samples of one prompt, by sample index."""
+
+
+class GroupSampler:
+    """Samples prompts on a pool of workers.
+
+    Args:
+        pool: an entered pool.
+        tokenizer: of the pool's checkpoint.
+        params: how to sample; a prompt may replace single parameters.
+        seed: the run's seed; with prompt id and sample index it determines every draw.
+        reward: scores each completion; None scores nothing.
+        run_id: goes into every record.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        *,
+        seed: int = 0,
+        reward: Reward | None = None,
+        run_id: str = "",
+    ) -> None:
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._params = params
+        self._seed = seed
+        self._reward = reward
+        self._window_rows = WINDOW_ROUNDS * pool.slots
+        self._origin: dict[str, Any] = {
+            "run_id": run_id,
+            "weights_digest": pool.description.weights_digest,
+            "numerics_fingerprint": fingerprint_digest(pool.description.fingerprint),
+        }
+
+    def sample(self, prompts: Iterable[Prompt]) -> Iterator[TrajectoryGroup]:
+        """The prompts' groups, in their order. Prompts are pulled as workers and the reordering window have room.
+
+        A prompt that cannot be used, and one that workers were lost with too often, gives failed trajectories.
+        """
+        window = _Window()
+        for outcome in self._pool.run(self._requests(prompts, window)):
+            prompt = window.prompt(outcome.request.prompt_id)
+            window.close(prompt.id, self._records(prompt, outcome))
+            yield from window.leaving()
+        yield from window.leaving()
+
+    def _requests(self, prompts: Iterable[Prompt], window: _Window) -> Iterator[Request | None]:
+        for prompt in prompts:
+            while window.rows >= self._window_rows:
+                yield None
+            params = prompt.params(self._params)
+            window.open(prompt, rows=params.n)
+            try:
+                tokens = self._tokenizer.tokenize(prompt).prompt_tokens
+                assert tokens is not None
+                yield Request(prompt.id, tokens, params, self._seed)
+            except PromptError as error:
+                window.close(prompt.id, self._failed(prompt, np.zeros(0, np.int32), params, f"PromptError: {error}"))
+
+    def _records(self, prompt: Prompt, outcome: Outcome) -> TrajectoryGroup:
+        match outcome:
+            case GroupResult(_, group, worker):
+                return tuple(self._record(prompt, completion, worker) for completion in group.completions)
+            case GroupFailure(request, error_type, message, attempts, worker):
+                tried = f" (after {attempts} attempts)" if attempts > 1 else ""
+                failure = f"{error_type}: {message}{tried}"
+                return self._failed(prompt, request.prompt_tokens, request.params, failure, worker)
+
+    def _record(self, prompt: Prompt, completion: Completion, worker: str) -> Trajectory:
+        text = self._tokenizer.completion_text(completion.prompt_tokens, completion.completion_tokens)
+        return Trajectory.from_completion(
+            completion,
+            text=text,
+            worker=worker,
+            score=judge(self._reward, prompt, text) if self._reward else None,
+            metadata=dict(prompt.metadata),
+            **self._origin,
+        )
+
+    def _failed(
+        self, prompt: Prompt, prompt_tokens: np.ndarray, params: SamplingParams, failure: str, worker: str = ""
+    ) -> TrajectoryGroup:
+        return tuple(
+            Trajectory.from_failure(
+                failure,
+                prompt_id=prompt.id,
+                sample_index=sample_index,
+                prompt_tokens=prompt_tokens,
+                params=params,
+                run_seed=self._seed,
+                worker=worker,
+                metadata=dict(prompt.metadata),
+                **self._origin,
+            )
+            for sample_index in range(params.n)
+        )
+
+
+@dataclass
+class _Place:
+    """A prompt in line: its samples, and its group once that is there."""
+
+    prompt: Prompt
+    rows: int
+    group: TrajectoryGroup | None = None
+
+
+class _Window:
+    """Puts groups back into the order of their prompts. Groups leave as soon as all before them have left."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._line: OrderedDict[str, _Place] = OrderedDict()
+        self._leaving: deque[TrajectoryGroup] = deque()
+
+    def open(self, prompt: Prompt, rows: int) -> None:
+        """Takes a prompt into the line.
+
+        Raises:
+            PromptError: a prompt of this id is in the line.
+        """
+        if prompt.id in self._line:
+            raise PromptError(f"{prompt.place}: its id is taken already; ids must be unique within a run")
+        self._line[prompt.id] = _Place(prompt, rows)
+        self.rows += rows
+
+    def prompt(self, prompt_id: str) -> Prompt:
+        """The prompt in line with this id."""
+        return self._line[prompt_id].prompt
+
+    def close(self, prompt_id: str, group: TrajectoryGroup) -> None:
+        """Puts a prompt's group into its place."""
+        self._line[prompt_id].group = group
+        while self._line and (first := next(iter(self._line.values()))).group is not None:
+            self._leaving.append(first.group)
+            self.rows -= first.rows
+            del self._line[first.prompt.id]
+
+    def leaving(self) -> Iterator[TrajectoryGroup]:
+        """Groups whose turn has come; each comes out once."""
+        while self._leaving:
+            yield self._leaving.popleft()

