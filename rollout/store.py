@@ -48,6 +48,8 @@ class RunFolder:
     def open(cls, path: str | Path, config: RunConfig) -> Self:
         """Makes the folder, or opens the same run again and removes what was not committed.
 
+        A run that has no rows on disk yet is begun anew, whatever its config was.
+
         Raises:
             ConfigError: the folder holds another run (the differing keys are listed) or foreign files.
             RunError: another process is writing to it.
@@ -62,15 +64,11 @@ class RunFolder:
             raise ConfigError(f"{path}: cannot make the output folder: {error.strerror}") from error
         lock = _lock(path)
         try:
-            if (path / MANIFEST_NAME).exists():
-                manifest = read_manifest(path)
-                _refuse_another_run(path, config, manifest)
-            else:
-                manifest = Manifest(
-                    run_id=uuid.uuid4().hex[:12], config_fingerprint=config.fingerprint(), started_at=_now()
-                )
-                write_atomically(path / CONFIG_NAME, lambda file: file.write(dump_config(config).encode()))
-                manifest.write(path)
+            manifest = read_manifest(path) if (path / MANIFEST_NAME).exists() else None
+            if manifest is None or not manifest.shards:
+                manifest = _begin_anew(path, config)
+            elif manifest.config_fingerprint != config.fingerprint():
+                raise _another_run(path, config, manifest)
             _remove_uncommitted(path, manifest)
             return cls(path, config, manifest, lock)
         except BaseException:
@@ -206,15 +204,24 @@ def _refuse_foreign_files(path: Path) -> None:
         raise ConfigError(f"{path}: expected a new or empty folder, or a run; it holds {', '.join(foreign[:5])}")
 
 
-def _refuse_another_run(path: Path, config: RunConfig, manifest: Manifest) -> None:
-    if manifest.config_fingerprint == config.fingerprint():
-        return
+def _begin_anew(path: Path, config: RunConfig) -> Manifest:
+    manifest = Manifest(run_id=uuid.uuid4().hex[:12], config_fingerprint=config.fingerprint(), started_at=_now())
+    write_atomically(path / CONFIG_NAME, lambda file: file.write(dump_config(config).encode()))
+    manifest.write(path)
+    return manifest
+
+
+def _another_run(path: Path, config: RunConfig, manifest: Manifest) -> ConfigError:
+    there = f"{path}: holds another run ({manifest.run_id})"
     changed = differences(load_config(path / CONFIG_NAME), config)
+    if not changed:
+        return ConfigError(
+            f"{there}: its {CONFIG_NAME} was edited, or another release wrote it; choose another --out,"
+            " or continue with the release that began it"
+        )
     lines = [f"  {key}: {theirs!r} there, {ours!r} here" for key, (theirs, ours) in changed.items()]
-    raise ConfigError(
-        "\n".join([f"{path}: holds another run ({manifest.run_id}); these keys differ:", *lines])
-        + "\nChoose another --out, or give the same values to continue that run"
-    )
+    advice = "Choose another --out, or give the same values to continue that run"
+    return ConfigError("\n".join([f"{there}; these keys differ:", *lines, advice]))
 
 
 def _remove_uncommitted(path: Path, manifest: Manifest) -> None:

@@ -6,6 +6,7 @@
 4. The content hash names what was sampled and nothing else.
 """
 
+import dataclasses
 import json
 import os
 import signal
@@ -145,6 +146,25 @@ def test_the_folder_of_another_run_is_refused_with_the_keys_that_differ(tmp_path
     assert before == sorted((p, p.read_bytes()) for p in (tmp_path / "run").rglob("*") if p.is_file())
 
 
+def test_an_edited_config_cannot_pass_for_the_run(tmp_path):
+    write_run(tmp_path / "run", seed=3)
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("seed: 3", "seed: 4"))
+    with pytest.raises(ConfigError, match=r"its config\.yaml was edited"):
+        RunFolder.open(tmp_path / "run", config(seed=4))
+
+
+def test_a_run_without_rows_can_be_begun_anew_with_another_config(tmp_path):
+    with RunFolder.open(tmp_path / "run", config(seed=3)) as folder:
+        folder.begin(**MADE_FROM)
+    with RunFolder.open(tmp_path / "run", config(seed=4)) as folder:
+        folder.begin(**{**MADE_FROM, "weights_digest": "w1"})
+        folder.add_group(group("a"))
+    assert load_config(tmp_path / "run" / "config.yaml") == config(seed=4)
+    with pytest.raises(ConfigError, match="holds another run"):
+        RunFolder.open(tmp_path / "run", config(seed=3))
+
+
 @pytest.mark.parametrize("changed", ["weights_digest", "prompts_digest"])
 def test_other_weights_or_prompts_behind_the_same_name_are_refused(tmp_path, changed):
     with RunFolder.open(tmp_path / "run", config()) as folder:
@@ -279,4 +299,5 @@ def test_the_content_hash_sees_order_and_nothing_of_how_it_was_made():
 
 def test_the_content_hash_is_a_fixed_number():
     """Golden: changes only together with the schema version, and with a line in the changelog."""
-    assert content_hash([]) == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    row = dataclasses.replace(trajectory(), policy={"temperature": 1.0}, reward=0.5)
+    assert content_hash([row]) == "6dfd146aa3459279ccb46e1c0da429f55ee521f9fc7a10f3db5143c99dd41020"
