@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
 
 from sampling.checkpoints.gguf_file import GGUFFile
-from sampling.checkpoints.gguf_tokenizer import gguf_tokenizer
 from sampling.checkpoints.inspection import CheckpointFormat, CheckpointInfo
 from sampling.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 def load_tokenizer(info: CheckpointInfo) -> PreTrainedTokenizerFast:
@@ -16,6 +18,11 @@ def load_tokenizer(info: CheckpointInfo) -> PreTrainedTokenizerFast:
     Raises:
         CheckpointError: the checkpoint has no tokenizer, or none that can be read.
     """
+    # Transformers takes seconds and hundreds of megabytes to import; whoever only samples tokens is spared.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    from sampling.checkpoints.gguf_tokenizer import gguf_tokenizer
+
     if info.format is CheckpointFormat.GGUF:
         return gguf_tokenizer(GGUFFile(info.path))
     if not (info.path / "tokenizer.json").is_file():
