@@ -160,12 +160,12 @@ def differences(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]:
     >>> differences(config, config.model_copy(update={"seed": 7}))
     {'seed': (0, 7)}
     """
-    ours, theirs = flatten(a.identity()), flatten(b.identity())
+    ours, theirs = _flatten(a.identity()), _flatten(b.identity())
     keys = [*ours, *(key for key in theirs if key not in ours)]
     return {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
 
 
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Leaves of nested mappings and lists under their dotted keys (`prompts.tasks.0.size`)."""
     if isinstance(tree, Mapping) and tree:
         items: Any = tree.items()
@@ -175,7 +175,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: tree}
     leaves: dict[str, Any] = {}
     for name, value in items:
-        leaves |= flatten(value, f"{prefix}.{name}" if prefix else str(name))
+        leaves |= _flatten(value, f"{prefix}.{name}" if prefix else str(name))
     return leaves
 
 

@@ -74,6 +74,7 @@ class ProgressReporter:
             return
         if self._first is None:
             self._first, self._started_s = progress, self._clock()
+            self._last_line_s = self._started_s
         if self._console.is_terminal:
             self._draw_bar(progress)
         elif self._clock() - self._last_line_s >= self._interval_s or progress.rows_done == progress.rows_total:

@@ -119,4 +119,5 @@ class Prompt:
         if self.n is not None and "n" in self.sampling:
             raise PromptError(f"{self.place}: n is given twice, as 'n' and within 'sampling'; keep one")
         require_json(dict(self.metadata), f"{self.place}: metadata", PromptError)
-        self.params(SamplingParams())
+        if self.sampling or self.n is not None:
+            self.params(SamplingParams())

@@ -90,13 +90,13 @@ class TaskSource(_Source):
     template: Annotated[str, AfterValidator(_asks_the_question)] = "{question}"
 
 
-Source = Annotated[JsonlSource | ParquetSource | InlineSource | TaskSource, Field(discriminator="source")]
+AnySource = JsonlSource | ParquetSource | InlineSource | TaskSource
+
+Source = Annotated[AnySource, Field(discriminator="source")]
 """What a config's `prompts` section may hold; the key `source` tells which."""
 
 
-def read_prompts(
-    source: JsonlSource | ParquetSource | InlineSource | TaskSource,
-) -> Iterator[Prompt]:
+def read_prompts(source: AnySource) -> Iterator[Prompt]:
     """The prompts of a source, in order, each checked; an id that was not given is the row's position from 0.
 
     Raises:
@@ -116,20 +116,7 @@ def read_prompts(
         yield prompt
 
 
-def count_prompts(source: JsonlSource | ParquetSource | InlineSource | TaskSource) -> int | None:
-    """How many prompts the source holds, if that is known without reading it through."""
-    match source:
-        case InlineSource():
-            return len(source.rows)
-        case TaskSource():
-            return sum(tasks.size for tasks in source.tasks)
-        case ParquetSource():
-            return _open_parquet(source.path).metadata.num_rows
-        case JsonlSource():
-            return None
-
-
-def digest_prompts(source: JsonlSource | ParquetSource | InlineSource | TaskSource) -> str:
+def digest_prompts(source: AnySource) -> str:
     """sha256 of the file behind the source, so that a resumed run meets the same prompts; "" if there is none."""
     if not isinstance(source, JsonlSource | ParquetSource):
         return ""
@@ -137,7 +124,7 @@ def digest_prompts(source: JsonlSource | ParquetSource | InlineSource | TaskSour
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read(source: JsonlSource | ParquetSource | InlineSource | TaskSource) -> Iterator[Prompt]:
+def _read(source: AnySource) -> Iterator[Prompt]:
     match source:
         case JsonlSource():
             return _from_rows(_jsonl_rows(source.path))

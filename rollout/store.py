@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +22,7 @@ from rollout.codec import write_parquet
 from rollout.config import RunConfig, differences
 from rollout.config_file import dump_config, load_config
 from rollout.manifest import MANIFEST_NAME, Manifest, Shard, read_manifest
-from rollout.shards import SHARDS_NAME, read_prompt_ids, read_trajectories
+from rollout.shards import SHARDS_NAME, read_prompt_ids
 from rollout.trajectory import Trajectory
 from sampling.errors import ConfigError, RecordError, RunError
 
@@ -158,10 +158,6 @@ class RunFolder:
         """Commits the rest and marks the run as complete."""
         self.commit()
         self._commit(prompts_total=self.manifest.groups, rows_total=self.manifest.rows, finished_at=_now())
-
-    def trajectories(self) -> Iterator[Trajectory]:
-        """The committed trajectories, in prompt order."""
-        return read_trajectories(self.path)
 
     def close(self) -> None:
         """Commits the groups added so far and lets other processes write."""
