@@ -1,0 +1,46 @@
+"""A real worker in a real process to which prompts do what their ids say.
+
+poison  kills the process that reads it
+broken  makes the engine raise while it is in a slot
+stuck   is never answered
+
+A file latencies.json beside the checkpoint, prompt ids to seconds, lets prompts reach the engine late.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import ray
+
+from actors.worker import CONTROL, SamplingWorker
+
+
+class FaultyWorker(SamplingWorker):
+    def start(self):
+        description = super().start()
+        step, self._broken = self._engine.step, False
+
+        def faulty_step():
+            if self._broken:
+                raise FloatingPointError("the numbers went away")
+            return step()
+
+        self._engine.step = faulty_step
+        return description
+
+    @ray.method(concurrency_group=CONTROL)
+    def submit(self, assignments):
+        file = Path(self._spec.checkpoint) / "latencies.json"
+        latencies = json.loads(file.read_text()) if file.exists() else {}
+        for assignment in assignments:
+            prompt_id = assignment.request.prompt_id
+            if prompt_id == "poison":
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._broken |= prompt_id == "broken"
+            if prompt_id != "stuck":
+                threading.Timer(latencies.get(prompt_id, 0), self._inbox.put, [assignment]).start()
