@@ -52,8 +52,10 @@ class Admission(struct.PyTreeNode):
     Attributes:
         slots: int32 [slots], the slots to fill, in its first `count` places.
         count: int32 [].
+        prompt: int32 [cache_len], the prompt and then anything.
         buffer: int32 [slots, cache_len], prompt and given tokens.
         prompt_len: int32 [].
+        limit: int32 [], total length at which the budget of new tokens ends.
         given: int32 [slots].
         keys: uint32 [slots, 2].
         policy: leaves without a rows axis, the same for all samples.
@@ -61,8 +63,10 @@ class Admission(struct.PyTreeNode):
 
     slots: jax.Array
     count: jax.Array
+    prompt: jax.Array
     buffer: jax.Array
     prompt_len: jax.Array
+    limit: jax.Array
     given: jax.Array
     keys: jax.Array
     policy: Policy
@@ -104,6 +108,8 @@ def admit(state: EngineState, staging: KVCache, staged_row: jax.Array, admission
 
     rows = state.rows
     prompt_len = jnp.full(slots, admission.prompt_len)
+    prompt = jnp.where(jnp.arange(rows.capacity) < admission.prompt_len, admission.prompt, rows.vocab_size)
+    in_prompt = jnp.zeros(rows.vocab_size, bool).at[prompt].set(True, mode="drop")
     return state.replace(
         rows=rows.replace(
             buffer=chosen(admission.buffer, rows.buffer),
@@ -111,6 +117,9 @@ def admit(state: EngineState, staging: KVCache, staged_row: jax.Array, admission
             length=chosen(prompt_len, rows.length),
             active=rows.active | entering,
             keys=chosen(admission.keys, rows.keys),
+            limit=chosen(jnp.full(slots, admission.limit), rows.limit),
+            in_prompt=chosen(jnp.broadcast_to(in_prompt[None, :], rows.in_prompt.shape), rows.in_prompt),
+            counts=chosen(jnp.zeros_like(rows.counts), rows.counts),
         ),
         policy=jax.tree.map(
             lambda one, all_: chosen(jnp.broadcast_to(one, all_.shape), all_),

@@ -225,8 +225,10 @@ class Engine:
         admission = Admission(
             slots=entering,
             count=np.int32(count),
+            prompt=buffer[0],
             buffer=buffer,
             prompt_len=np.int32(request.prompt_tokens.size),
+            limit=np.int32(min(request.prompt_tokens.size + group.params.max_new_tokens, cache_len)),
             given=np.full(slots, request.prompt_tokens.size, np.int32),
             keys=keys,
             policy=group.policy,
@@ -318,8 +320,10 @@ def _compile(
     admission = Admission(
         slots=per_slot,
         count=one,
+        prompt=jax.ShapeDtypeStruct((geometry.cache_len,), jnp.int32),
         buffer=_shapes(state.rows.buffer),
         prompt_len=one,
+        limit=one,
         given=per_slot,
         keys=_shapes(state.rows.keys),
         policy=policy,

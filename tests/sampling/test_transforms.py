@@ -14,7 +14,7 @@ from transformers.generation import logits_process as reference
 from sampling import FILTER, Greedy, MinP, StepState, Temperature, TopK, TopP
 from sampling.draw import Distribution, draw
 from sampling.transforms import apply
-from sampling.transforms.filters import from_ordered_bits, kth_largest, ordered_bits
+from sampling.transforms.thresholds import from_ordered_bits, kth_largest, ordered_bits
 
 VOCAB = 64
 

@@ -1,0 +1,126 @@
+"""Filters that follow the entropy of the distribution: typical, epsilon, eta, top-h.
+
+Numerical reference: Transformers' logits_process.py.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.typing import ArrayLike
+
+from sampling.state import StepState
+from sampling.transforms.base import FILTER, Transform, per_row
+from sampling.transforms.thresholds import from_ordered_bits, largest, ordered_bits
+
+
+class Typical(Transform):
+    """Keeps the tokens whose surprise is nearest to the entropy, until they hold probability `mass`; 1 is off.
+
+    Source: Meister et al. 2022, arXiv:2202.00666; Transformers' TypicalLogitsWarper.
+    """
+
+    mass: ArrayLike
+    NEUTRAL = (1.0,)
+    argmax_invariant = False
+
+    def is_neutral(self) -> jax.Array:
+        return jnp.asarray(self.mass) >= 1.0
+
+    def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
+        log_probs = jax.nn.log_softmax(logits, axis=-1)
+        probs = jnp.exp(log_probs)
+        distance = jnp.abs(-log_probs - entropy(log_probs, probs)[:, None])
+        order = ordered_bits(distance)
+        wanted = jnp.broadcast_to(per_row(self.mass).astype(jnp.float32)[:, 0], logits.shape[:1])
+
+        def too_little(threshold: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.where(order < threshold[:, None], probs, 0.0), axis=-1) < wanted
+
+        # The smallest distance within which the mass is reached; all tokens if rounding keeps it from being reached.
+        edge = largest(too_little, logits.shape[0])
+        return jnp.where(distance > from_ordered_bits(edge)[:, None], FILTER, logits)
+
+
+class EpsilonCutoff(Transform):
+    """Removes tokens of probability below `epsilon`, but never the best; 0 is off.
+
+    Source: Hewitt et al. 2022, arXiv:2210.15191; Transformers' EpsilonLogitsWarper.
+    """
+
+    epsilon: ArrayLike
+    NEUTRAL = (0.0,)
+    argmax_invariant = True
+
+    def is_neutral(self) -> jax.Array:
+        return jnp.asarray(self.epsilon) <= 0.0
+
+    def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
+        probs = jax.nn.softmax(logits, axis=-1)
+        return _cut(logits, probs, per_row(self.epsilon).astype(jnp.float32))
+
+
+class EtaCutoff(Transform):
+    """Removes tokens of probability below min(epsilon, sqrt(epsilon) * exp(-entropy)), but never the best; 0 is off.
+
+    Source: Hewitt et al. 2022, arXiv:2210.15191; Transformers' EtaLogitsWarper.
+    """
+
+    epsilon: ArrayLike
+    NEUTRAL = (0.0,)
+    argmax_invariant = True
+
+    def is_neutral(self) -> jax.Array:
+        return jnp.asarray(self.epsilon) <= 0.0
+
+    def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
+        log_probs = jax.nn.log_softmax(logits, axis=-1)
+        probs = jnp.exp(log_probs)
+        epsilon = per_row(self.epsilon).astype(jnp.float32)
+        eta = jnp.minimum(epsilon, jnp.sqrt(epsilon) * jnp.exp(-entropy(log_probs, probs))[:, None])
+        return _cut(logits, probs, eta)
+
+
+class TopH(Transform):
+    """Keeps the best tokens while their cumulative entropy stays within `fraction` of the head's total; 0 is off.
+
+    The head is the `candidates` best tokens, renormalised. The best token always stays. A removed token inside the head
+    ends the selection, as its NaN entropy does in the reference.
+
+    Source: Transformers' TopHLogitsWarper.
+    """
+
+    fraction: ArrayLike
+    candidates: int = struct.field(pytree_node=False, default=100)
+    NEUTRAL = (0.0,)
+    argmax_invariant = True
+
+    def is_neutral(self) -> jax.Array:
+        return jnp.asarray(self.fraction) <= 0.0
+
+    def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
+        rows, vocab = logits.shape
+        head, ids = jax.lax.top_k(logits, min(self.candidates, vocab))
+        log_probs = jax.nn.log_softmax(head, axis=-1)
+        probs = jnp.exp(log_probs)
+        present = probs > 0
+        terms = jnp.where(present, -probs * jnp.where(present, log_probs, 0.0), 0.0)
+        cumulative = jnp.cumsum(terms, axis=-1)
+        limit = per_row(self.fraction).astype(jnp.float32) * jnp.sum(terms, axis=-1, keepdims=True)
+        first = jnp.arange(head.shape[1], dtype=jnp.int32)[None, :] == 0
+        selected = first | ((cumulative <= limit) & present)
+        row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        keep = jnp.zeros((rows, vocab), bool).at[row, ids].set(selected)
+        return jnp.where(keep, logits, FILTER)
+
+
+def entropy(log_probs: jax.Array, probs: jax.Array) -> jax.Array:
+    """Entropy of distributions [rows, vocab] in nats, float32 [rows]; a removed token adds nothing, nor a gradient."""
+    finite = jnp.where(probs > 0, log_probs, 0.0)
+    return -jnp.sum(probs * finite, axis=-1)
+
+
+def _cut(logits: jax.Array, probs: jax.Array, threshold: jax.Array) -> jax.Array:
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.where((probs < threshold) & (logits < best), FILTER, logits)
