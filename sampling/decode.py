@@ -7,6 +7,9 @@ passes through the same program as a token that is drawn.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -18,6 +21,7 @@ from sampling.policy import Policy
 from sampling.state import StepState
 from sampling.transforms import FILTER
 from sampling.types import StopReason
+from sampling.vocabulary import Vocabulary
 
 
 class EngineState(struct.PyTreeNode):
@@ -61,14 +65,14 @@ class Admission(struct.PyTreeNode):
         policy: leaves without a rows axis, the same for all samples.
     """
 
-    slots: jax.Array
-    count: jax.Array
-    prompt: jax.Array
-    buffer: jax.Array
-    prompt_len: jax.Array
-    limit: jax.Array
-    given: jax.Array
-    keys: jax.Array
+    slots: Any
+    count: Any
+    prompt: Any
+    buffer: Any
+    prompt_len: Any
+    limit: Any
+    given: Any
+    keys: Any
     policy: Policy
 
 
@@ -92,7 +96,8 @@ def prefill(
         lambda layer: jnp.where(fresh[:, None, None, None], jnp.zeros((), layer.dtype), layer),
         staging,
     )
-    _, cache = model.apply({"params": params}, tokens, positions, wiped)
+    forward: Any = partial(model.apply, {"params": params})
+    _, cache = forward(tokens, positions, wiped)
     return cache
 
 
@@ -137,6 +142,7 @@ def decode(
     tokenizer_len: int,
     params: dict,
     state: EngineState,
+    vocabulary: Vocabulary,
     version: jax.Array,
     max_steps: jax.Array,
     min_active: jax.Array,
@@ -144,6 +150,7 @@ def decode(
     """Draws tokens for all active slots until `max_steps` are done or fewer than `min_active` rows still run.
 
     Args:
+        vocabulary: the tokens' bytes, for stop strings.
         version: int32 [], of the weights; written beside every token.
         max_steps, min_active: int32 [].
     Returns:
@@ -159,22 +166,28 @@ def decode(
     ) -> tuple[EngineState, jax.Array, jax.Array]:
         state, steps, busy = carry
         busy = busy + jnp.sum(state.rows.active, dtype=jnp.int32)
-        return decode_step(model, tokenizer_len, params, state, version), steps + 1, busy
+        return decode_step(model, tokenizer_len, params, state, vocabulary, version), steps + 1, busy
 
     zero = jnp.zeros((), jnp.int32)
     return jax.lax.while_loop(going, body, (state, zero, zero))
 
 
 def decode_step(
-    model: Transformer, tokenizer_len: int, params: dict, state: EngineState, version: jax.Array
+    model: Transformer,
+    tokenizer_len: int,
+    params: dict,
+    state: EngineState,
+    vocabulary: Vocabulary,
+    version: jax.Array,
 ) -> EngineState:
     """One token for every active row: forward, chain, draw, record, stop."""
     rows = state.rows
     index = jnp.arange(rows.buffer.shape[0], dtype=jnp.int32)
     last = rows.buffer[index, jnp.maximum(rows.length - 1, 0)]
     positions = jnp.where(rows.active, rows.length - 1, -1)
-    hidden, cache = model.apply({"params": params}, last[:, None], positions[:, None], state.cache)
-    logits = model.apply({"params": params}, hidden[:, 0], method="logits")
+    forward: Any = partial(model.apply, {"params": params})
+    hidden, cache = forward(last[:, None], positions[:, None], state.cache)
+    logits = forward(hidden[:, 0], method="logits")
 
     scores = state.policy.scores(rows, without_padded_ids(logits, tokenizer_len))
     raw, behaviour = Distribution.of(logits), Distribution.of(scores)
@@ -189,7 +202,7 @@ def decode_step(
         return stored.at[index, place].set(new, mode="drop")
 
     after = rows.replace(active=committed).commit(token)
-    stop = state.policy.stop_codes(after, token)
+    stop = state.policy.bound(vocabulary).stop_codes(rows, after, token)
     stop = jnp.where((stop == 0) & (after.length >= rows.capacity), StopReason.CACHE_FULL.code, stop)
     stop = jnp.where(behaviour.defined, stop, StopReason.UNDEFINED_DISTRIBUTION.code)
     return state.replace(

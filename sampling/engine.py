@@ -8,26 +8,30 @@ of a row.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sampling.checkpoints import Checkpoint, CheckpointInfo
-from sampling.decode import Admission, EngineState, admit, decode, prefill
-from sampling.errors import ConfigError, PromptError
+from sampling.capacity import Capacity
+from sampling.checkpoints import Checkpoint, CheckpointInfo, load_tokenizer
+from sampling.decode import Admission
+from sampling.errors import CheckpointError, ConfigError, PromptError
 from sampling.fingerprint import numerics_fingerprint
 from sampling.keys import row_key
-from sampling.models import KVCache, Transformer
+from sampling.models import Transformer
 from sampling.params import SamplingParams
-from sampling.policy import Policy, lower, resolved, stack
-from sampling.state import StepState
+from sampling.policy import lower, resolved, stack
+from sampling.programs import compile_programs, empty_staging, empty_state
 from sampling.types import Completion, Geometry, Group, Request, StopReason
+from sampling.vocabulary import Vocabulary, vocabulary_pieces
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -45,7 +49,7 @@ class EngineStats:
         groups, completions, tokens: finished, and drawn in all.
         steps: decode steps; busy_row_steps: row-steps that advanced a row, out of steps * slots.
         prefill_tokens: prompt tokens read.
-        programs_compiled: programs that the engine holds; it does not grow after the engine is made.
+        programs_compiled: grows only with a policy that needs more capacity than any before it.
     """
 
     slots: int
@@ -66,7 +70,6 @@ class _Open:
 
     request: Request
     params: SamplingParams
-    policy: Policy
     submitted: float
     pending: deque[int]
     finished: dict[int, Completion] = dataclasses.field(default_factory=dict)
@@ -85,17 +88,25 @@ class _Resident:
 class Engine:
     """Samples completions of requests with one set of weights.
 
-    Compiles its programs when it is made and none afterwards, whatever the prompts, policies or budgets.
+    Compiles its programs when it is made and none afterwards, whatever the prompts, policies or budgets. Only a policy
+    that needs larger tables than the capacity declares, or another order, makes it compile once more; it says so.
 
     Args:
         checkpoint: weights and what is known of them.
         geometry: the fixed shapes.
         dtype: "float32" or "bfloat16", of the model's matrix products.
+        capacity: sizes of the policies' tables.
     Raises:
         ConfigError: an unknown dtype, or a cache longer than the model's positions.
     """
 
-    def __init__(self, checkpoint: Checkpoint, geometry: Geometry | None = None, dtype: str = "float32"):
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        geometry: Geometry | None = None,
+        dtype: str = "float32",
+        capacity: Capacity | None = None,
+    ) -> None:
         geometry = geometry or Geometry()
         info = checkpoint.info
         if dtype not in DTYPES:
@@ -109,13 +120,19 @@ class Engine:
         self.info = info
         self.policy_version = 0
         self.fingerprint = numerics_fingerprint(geometry, dtype)
-        model = Transformer(info.config, dtype=DTYPES[dtype])
+        self._capacity = capacity or Capacity()
+        self._model = Transformer(info.config, dtype=DTYPES[dtype])
         self._params = jax.device_put(
             jax.tree.map(lambda leaf: np.asarray(leaf).astype(DTYPES[dtype]), checkpoint.params)
         )
-        self._state = _empty_state(info, geometry, DTYPES[dtype])
-        self._staging = KVCache.empty(info.config, geometry.prefill_rows, geometry.cache_len, DTYPES[dtype])
-        self._programs = _compile(model, info, geometry, self._params, self._state, self._staging)
+        self._tokenizer = _tokenizer(info)
+        pieces = vocabulary_pieces(self._tokenizer, info.config.vocab_size) if self._tokenizer else [b"?"]
+        self._vocabulary = jax.device_put(Vocabulary.from_pieces(pieces))
+        self._state = empty_state(self._model, geometry, self._capacity)
+        self._staging = empty_staging(self._model, geometry)
+        self._programs = compile_programs(
+            self._model, info.tokenizer_len, geometry, self._capacity, self._params, self._vocabulary
+        )
         self._waiting: deque[_Open] = deque()
         self._staged: dict[int, _Open] = {}
         self._free = list(range(geometry.slots))[::-1]
@@ -129,7 +146,7 @@ class Engine:
 
         Raises:
             PromptError: the prompt leaves no room in the cache, or holds an id that is no token.
-            ConfigError: an end-of-sequence id is no token, or there are too many of them.
+            ConfigError: a parameter names an id that is no token, or a text where there is no tokenizer.
         """
         tokens, known = request.prompt_tokens, self.info.tokenizer_len
         if tokens.size >= self.geometry.cache_len:
@@ -143,14 +160,11 @@ class Engine:
                 f"prompt {request.prompt_id!r}: expected token ids in 0 .. {known - 1}, got"
                 f" {tokens[outside[0]]} at position {outside[0]}"
             )
-        params = resolved(request.params, self.info.eos_token_ids)
-        if any(i >= known for i in params.eos_token_ids):
-            raise ConfigError(
-                f"prompt {request.prompt_id!r}: sampling.eos_token_ids: expected token ids in"
-                f" 0 .. {known - 1}, got {params.eos_token_ids}"
-            )
-        policy = lower(params)
-        self._waiting.append(_Open(request, params, policy, time.monotonic(), deque(request.sample_indices)))
+        params = self._resolved(request)
+        capacity = self._capacity.grown_for(Capacity.needed(params))
+        if capacity != self._capacity:
+            self._grow(capacity)
+        self._waiting.append(_Open(request, params, time.monotonic(), deque(request.sample_indices)))
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Group]:
         """Submits requests and yields their groups as they finish, in no particular order."""
@@ -185,9 +199,46 @@ class Engine:
             slots=self.geometry.slots,
             slots_busy=len(self._resident),
             waiting=self.waiting,
-            programs_compiled=len(dataclasses.fields(self._programs)),
+            programs_compiled=self._programs.compiled,
             **self._counts,
         )
+
+    def _resolved(self, request: Request) -> SamplingParams:
+        """The request's parameters as they take effect, checked against the checkpoint."""
+        where, known, params = f"prompt {request.prompt_id!r}: sampling", self.info.tokenizer_len, request.params
+        if self._tokenizer is None and params.stop:
+            raise ConfigError(f"{where}.stop: {self.info.name} has no tokenizer; give stop_token_ids instead")
+        params = resolved(params, self.info.eos_token_ids, self._tokenizer and self._encode)
+        if params.max_length is not None and request.prompt_tokens.size >= params.max_length:
+            raise ConfigError(
+                f"{where}.max_length: expected more than the prompt's {request.prompt_tokens.size} tokens,"
+                f" got {params.max_length}"
+            )
+        for name, tokens in params.token_ids().items():
+            outside = [token for token in tokens if token >= known]
+            if outside:
+                raise ConfigError(f"{where}.{name}: expected token ids in 0 .. {known - 1}, got {outside[0]}")
+        return params
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _grow(self, capacity: Capacity) -> None:
+        """Compiles for larger policies, between two decode calls; rows under way keep theirs."""
+        log.warning("compiling once more, for policies of %s", capacity)
+        rows = (self._resident.get(slot) for slot in range(self.geometry.slots))
+        policies = [lower(row.group.params if row else SamplingParams(), capacity) for row in rows]
+        self._state = self._state.replace(policy=jax.device_put(stack(policies)))
+        self._programs = compile_programs(
+            self._model,
+            self.info.tokenizer_len,
+            self.geometry,
+            capacity,
+            self._params,
+            self._vocabulary,
+            earlier=self._programs,
+        )
+        self._capacity = capacity
 
     def _prefill_waiting(self) -> None:
         """Moves as many waiting requests as there are staging rows into the staging cache."""
@@ -222,16 +273,18 @@ class Engine:
             entering[place] = slot
             keys[slot] = row_key(request.seed, request.prompt_id, sample_index)
             self._resident[slot] = _Resident(group, sample_index, keys[slot], time.monotonic())
+        ends = [size for size in (group.params.max_length, cache_len) if size]
+        limit = min(request.prompt_tokens.size + group.params.max_new_tokens, *ends)
         admission = Admission(
             slots=entering,
             count=np.int32(count),
             prompt=buffer[0],
             buffer=buffer,
             prompt_len=np.int32(request.prompt_tokens.size),
-            limit=np.int32(min(request.prompt_tokens.size + group.params.max_new_tokens, cache_len)),
+            limit=np.int32(limit),
             given=np.full(slots, request.prompt_tokens.size, np.int32),
             keys=keys,
-            policy=group.policy,
+            policy=lower(group.params, self._capacity),
         )
         self._state = self._programs.admit(self._state, self._staging, np.int32(row), admission)
         if not group.pending:
@@ -243,6 +296,7 @@ class Engine:
         self._state, steps, busy = self._programs.decode(
             self._params,
             self._state,
+            self._vocabulary,
             np.int32(self.policy_version),
             np.int32(DECODE_STEPS),
             np.int32(min_active),
@@ -294,73 +348,10 @@ class Engine:
         return groups
 
 
-@dataclasses.dataclass(frozen=True)
-class _Programs:
-    """The compiled programs: fixed shapes in, fixed shapes out, so none of them can recompile."""
-
-    prefill: Callable[..., Any]
-    admit: Callable[..., Any]
-    decode: Callable[..., Any]
-
-
-def _compile(
-    model: Transformer,
-    info: CheckpointInfo,
-    geometry: Geometry,
-    params: Any,
-    state: EngineState,
-    staging: KVCache,
-) -> _Programs:
-    """Compiles ahead of time. Float32 means float32 on every backend, hence the matmul precision."""
-    policy = _shapes(lower(SamplingParams(), info.eos_token_ids))
-    chunk = jax.ShapeDtypeStruct((geometry.prefill_rows, geometry.prefill_chunk), jnp.int32)
-    fresh = jax.ShapeDtypeStruct((geometry.prefill_rows,), jnp.bool_)
-    per_slot = jax.ShapeDtypeStruct((geometry.slots,), jnp.int32)
-    one = jax.ShapeDtypeStruct((), jnp.int32)
-    admission = Admission(
-        slots=per_slot,
-        count=one,
-        prompt=jax.ShapeDtypeStruct((geometry.cache_len,), jnp.int32),
-        buffer=_shapes(state.rows.buffer),
-        prompt_len=one,
-        limit=one,
-        given=per_slot,
-        keys=_shapes(state.rows.keys),
-        policy=policy,
-    )
-    params, state, staging = _shapes(params), _shapes(state), _shapes(staging)
-
-    def compiled(program: Callable[..., Any], donated: int, *shapes: Any) -> Callable[..., Any]:
-        return jax.jit(program, donate_argnums=donated).lower(*shapes).compile()
-
-    with jax.default_matmul_precision("highest" if model.dtype == jnp.float32 else "default"):
-        return _Programs(
-            prefill=compiled(partial(prefill, model), 1, params, staging, chunk, chunk, fresh),
-            admit=compiled(admit, 0, state, staging, one, admission),
-            decode=compiled(partial(decode, model, info.tokenizer_len), 1, params, state, one, one, one),
-        )
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-
-
-def _empty_state(info: CheckpointInfo, geometry: Geometry, dtype: Any) -> EngineState:
-    """Slots that hold nothing."""
-    config, slots, cache_len = info.config, geometry.slots, geometry.cache_len
-    neutral = lower(SamplingParams(), info.eos_token_ids)
-
-    def column(dtype: Any) -> jax.Array:
-        return jnp.zeros((slots, cache_len), dtype)
-
-    return EngineState(
-        rows=StepState.empty(slots, cache_len, config.vocab_size),
-        policy=jax.device_put(stack([neutral] * slots)),
-        cache=KVCache.empty(config, slots, cache_len, dtype),
-        given=jnp.zeros(slots, jnp.int32),
-        stop=jnp.zeros(slots, jnp.int32),
-        behaviour_logprobs=column(jnp.float32),
-        model_logprobs=column(jnp.float32),
-        log_kept_mass=column(jnp.float32),
-        policy_versions=column(jnp.int32),
-    )
+def _tokenizer(info: CheckpointInfo) -> Any:
+    """The checkpoint's tokenizer; None if it has none, which only policies with texts notice."""
+    try:
+        return load_tokenizer(info)
+    except CheckpointError as error:
+        log.warning("no tokenizer, so stop strings and bad words as text are refused: %s", error)
+        return None

@@ -7,11 +7,11 @@ import hashlib
 import json
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 
 from sampling.types import Geometry
 
@@ -32,7 +32,7 @@ def numerics_fingerprint(geometry: Geometry, dtype: str) -> dict[str, Any]:
         "geometry": dataclasses.asdict(geometry),
         "dtype": dtype,
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": version("jaxlib"),
         "platform": devices[0].platform,
         "device_kind": devices[0].device_kind,
         "num_devices": len(devices),

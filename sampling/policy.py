@@ -1,98 +1,264 @@
 """Policy: a chain of transforms and stopping rules as a pytree, one for a row or stacked over the rows of a batch.
 
-`lower` is the only way from SamplingParams to a Policy. Every policy of one order has the same structure, with
-neutral values where a stage is off, so that stacking is free and changing any number compiles nothing.
+`lower` is the only way from SamplingParams to a Policy. All policies of one capacity have the same stages, neutral
+where a stage is off, so stacking is free and changing any number compiles nothing. The order in which a row's stages
+apply is a number too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.typing import ArrayLike
 
+from sampling.capacity import Capacity
 from sampling.errors import ConfigError
-from sampling.params import SamplingParams
+from sampling.params import BANNED, ORDERS, SamplingParams
 from sampling.state import NO_TOKEN, StepState
-from sampling.stopping import EndOfSequence, MaxNewTokens, Stopping
-from sampling.transforms import Greedy, LogitsTransform, MinP, Temperature, TopK, TopP, apply
-from sampling.types import StopReason
+from sampling.stop_strings import StopStrings, encode_stop_strings
+from sampling.stopping import EndOfSequence, MaxLength, MaxNewTokens, StoppingRule, StopTokens
+from sampling.transforms import (
+    AllowedTokens,
+    BeginSuppressTokens,
+    EpsilonCutoff,
+    EtaCutoff,
+    ExponentialDecayLengthPenalty,
+    ForcedBOS,
+    ForcedEOS,
+    FrequencyPenalty,
+    Greedy,
+    LogitBias,
+    MinLength,
+    MinNewTokens,
+    MinP,
+    NoRepeatNGram,
+    PresencePenalty,
+    PromptNoRepeatNGram,
+    PromptRepetitionPenalty,
+    RemoveInvalidValues,
+    Renormalize,
+    RepetitionPenalty,
+    SequenceBias,
+    SuppressTokens,
+    Temperature,
+    TopH,
+    TopK,
+    TopP,
+    Transform,
+    Typical,
+    apply,
+)
+from sampling.vocabulary import Vocabulary
 
-EOS_CAPACITY = 16
-"""End-of-sequence ids that a row can have."""
+STAGES = {
+    "transformers": (
+        "sequence_bias logit_bias prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty"
+        " no_repeat_ngram_size prompt_no_repeat_ngram_size bad_words min_length min_new_tokens forced_bos forced_eos"
+        " remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"
+        " allowed_token_ids temperature top_h top_k top_p min_p typical_p epsilon_cutoff eta_cutoff renormalize greedy"
+    ).split(),
+    "reference": (
+        "remove_invalid_values allowed_token_ids suppress_tokens begin_suppress_tokens min_length min_new_tokens"
+        " forced_bos forced_eos bad_words no_repeat_ngram_size prompt_no_repeat_ngram_size sequence_bias logit_bias"
+        " prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty"
+        " exponential_decay_length_penalty temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff"
+        " renormalize greedy"
+    ).split(),
+    "vllm": (
+        "remove_invalid_values allowed_token_ids bad_words min_length min_new_tokens logit_bias sequence_bias"
+        " prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty no_repeat_ngram_size"
+        " prompt_no_repeat_ngram_size forced_bos forced_eos exponential_decay_length_penalty suppress_tokens"
+        " begin_suppress_tokens temperature min_p top_k top_p top_h typical_p epsilon_cutoff eta_cutoff renormalize"
+        " greedy"
+    ).split(),
+}
+"""The stages of each order, first to last, named by the parameter that they come from.
+
+`transformers` is the order of its `generate`; what that does not have stands beside its nearest kin. `vllm` is the
+order of its V1 sampler. Each list names the same stages: a test checks.
+"""
+
+ORDER_NAMES = tuple(ORDERS)
 
 
 class Policy(struct.PyTreeNode):
-    """How rows are drawn and when they end. Leaves are scalars for one row, or [rows] for a batch.
+    """How rows are drawn and when they end. Leaves are scalars or tables for one row, or [rows, ...] for a batch.
 
     Attributes:
-        transforms: the stages, in the order in which they apply.
+        transforms: the stages by name, in the order `transformers`.
         stopping: the rules, the most telling first: where several end a row at once, the first gives the reason.
+        order: int32, which of ORDER_NAMES the row's stages apply in.
+        orders: the names of those that may occur (static).
     """
 
-    transforms: tuple[LogitsTransform, ...]
-    stopping: tuple[Stopping, ...]
+    transforms: dict[str, Transform]
+    stopping: tuple[StoppingRule, ...]
+    order: ArrayLike
+    orders: tuple[str, ...] = struct.field(pytree_node=False, default=("transformers",))
 
     def scores(self, state: StepState, logits: jax.Array) -> jax.Array:
         """The scores that the draw reads: float32 [rows, vocab], a removed token at -inf."""
-        for transform in self.transforms:
-            logits = apply(transform, state, logits)
+        for name in self.orders:
+            chosen = jnp.broadcast_to(self.order, state.active.shape) == ORDER_NAMES.index(name)
+            rows = state.replace(active=state.active & chosen)
+
+            def in_order(logits: jax.Array, name: str = name, rows: StepState = rows) -> jax.Array:
+                for stage in STAGES[name]:
+                    logits = apply(self.transforms[stage], rows, logits)
+                return logits
+
+            logits = jax.lax.cond(jnp.any(rows.active), in_order, lambda logits: logits, logits)
         return logits
 
-    def stop_codes(self, state: StepState, tokens: jax.Array) -> jax.Array:
-        """int32 [rows]: why each row ends with the token just committed, as StopReason.code; 0 if it goes on."""
+    def stop_codes(self, before: StepState, after: StepState, tokens: jax.Array) -> jax.Array:
+        """Why each row ends with the token just committed: StopReason.code, int32 [rows]; 0 if it goes on."""
+        held = jnp.zeros(tokens.shape, bool)
+        for stage in self.transforms.values():
+            held = held | stage.holds_back(before) if isinstance(stage, (MinLength, MinNewTokens)) else held
         code = jnp.zeros(tokens.shape, jnp.int32)
         for rule in self.stopping:
-            reason = getattr(rule, "reason", StopReason.STOP_TOKEN)
-            code = jnp.where((code == 0) & rule(state, tokens), reason.code, code)
+            ends = rule(after, tokens)
+            # Ids are held back through their scores; a string is overlooked until it may end the row.
+            ends = ends & ~held if isinstance(rule, StopStrings) else ends
+            code = jnp.where((code == 0) & ends, rule.reason.code, code)
         return code
 
+    def bound(self, vocabulary: Vocabulary) -> Policy:
+        """The policy with its stop strings bound to the bytes of the engine's tokens."""
+        rules = tuple(
+            rule.replace(vocabulary=vocabulary) if isinstance(rule, StopStrings) else rule for rule in self.stopping
+        )
+        return self.replace(stopping=rules)
 
-def lower(params: SamplingParams, eos_token_ids: Sequence[int] = ()) -> Policy:
+
+def lower(params: SamplingParams, capacity: Capacity | None = None) -> Policy:
     """The policy of one row, with NumPy leaves.
 
     Args:
-        params: what the user asked for.
-        eos_token_ids: end-of-sequence ids of the checkpoint, which join the request's own.
+        params: what the user asked for, as `resolved` leaves it: end-of-sequence ids joined, texts turned into ids.
+        capacity: sizes of the tables; by default just what the parameters need.
     Raises:
-        ConfigError: more end-of-sequence ids than EOS_CAPACITY.
+        ConfigError: a table is too small, or a bad word is still a text.
     """
-    greedy = params.temperature == 0
-    # Stages that keep the best token cannot matter to a greedy row, so they are neutral in it.
-    top_k, top_p, min_p = (0, 1.0, 0.0) if greedy else (params.top_k or 0, params.top_p, params.min_p)
-    eos = () if params.ignore_eos else sorted({*eos_token_ids, *params.eos_token_ids})
-    if len(eos) > EOS_CAPACITY:
-        raise ConfigError(f"sampling.eos_token_ids: at most {EOS_CAPACITY} in all, got {len(eos)}: {eos}")
-    return Policy(
-        transforms=(
-            Temperature(np.float32(1.0 if greedy else params.temperature)),
-            TopK(np.int32(min(top_k, np.iinfo(np.int32).max))),
-            TopP(np.float32(top_p)),
-            MinP(np.float32(min_p)),
-            Greedy(np.bool_(greedy)),
+    needed = Capacity.needed(params)
+    capacity = capacity or Capacity().grown_for(needed)
+    if capacity.grown_for(needed) != capacity:
+        raise ConfigError(f"expected a capacity of at least {needed}, got {capacity}")
+    if any(isinstance(word, str) for word in params.bad_words):
+        raise ConfigError(f"sampling.bad_words: expected token ids by now, got texts: {params.bad_words!r}")
+
+    ends = _ids(params.end_token_ids, 2 * capacity.end_ids)
+    start, factor = params.exponential_decay_length_penalty or (0, 1.0)
+    banned = [(word, BANNED) for word in params.bad_words if len(word) > 1 or word[0] not in params.eos_token_ids]
+    stages: dict[str, Transform] = {
+        "sequence_bias": _sequences(params.sequence_bias, capacity),
+        "logit_bias": LogitBias(
+            _ids([token for token, _ in params.logit_bias], capacity.biases),
+            _filled([bias for _, bias in params.logit_bias], capacity.biases, 0.0, np.float32),
         ),
-        stopping=(
-            EndOfSequence(np.array([*eos, *[NO_TOKEN] * (EOS_CAPACITY - len(eos))], np.int32)),
-            MaxNewTokens(np.int32(min(params.max_new_tokens, np.iinfo(np.int32).max))),
+        "prompt_repetition_penalty": PromptRepetitionPenalty(np.float32(params.prompt_repetition_penalty)),
+        "repetition_penalty": RepetitionPenalty(np.float32(params.repetition_penalty)),
+        "frequency_penalty": FrequencyPenalty(np.float32(params.frequency_penalty)),
+        "presence_penalty": PresencePenalty(np.float32(params.presence_penalty)),
+        "no_repeat_ngram_size": NoRepeatNGram(np.int32(params.no_repeat_ngram_size), longest=capacity.ngram),
+        "prompt_no_repeat_ngram_size": PromptNoRepeatNGram(
+            np.int32(params.prompt_no_repeat_ngram_size), longest=capacity.ngram
         ),
+        "bad_words": _sequences(banned, capacity),
+        "min_length": MinLength(np.int32(params.min_length), ends),
+        "min_new_tokens": MinNewTokens(np.int32(params.min_new_tokens), ends),
+        "forced_bos": ForcedBOS(np.int32(NO_TOKEN if params.forced_bos is None else params.forced_bos)),
+        "forced_eos": ForcedEOS(_ids(params.forced_eos, capacity.end_ids), np.int32(0)),
+        "remove_invalid_values": RemoveInvalidValues(np.bool_(params.remove_invalid_values)),
+        "exponential_decay_length_penalty": ExponentialDecayLengthPenalty(
+            np.int32(start), np.float32(factor), _ids(params.eos_token_ids, capacity.end_ids)
+        ),
+        "suppress_tokens": SuppressTokens(_ids(params.suppress_tokens, capacity.suppressed)),
+        "begin_suppress_tokens": BeginSuppressTokens(
+            _ids(params.begin_suppress_tokens, capacity.suppressed), np.int32(0)
+        ),
+        "allowed_token_ids": AllowedTokens(_ids(params.allowed_token_ids, capacity.allowed)),
+        "temperature": Temperature(np.float32(1.0 if params.greedy else params.temperature)),
+        "top_h": TopH(np.float32(params.top_h or 0.0)),
+        "top_k": TopK(np.int32(min(params.top_k or 0, np.iinfo(np.int32).max))),
+        "top_p": TopP(np.float32(params.top_p)),
+        "min_p": MinP(np.float32(params.min_p)),
+        "typical_p": Typical(np.float32(params.typical_p)),
+        "epsilon_cutoff": EpsilonCutoff(np.float32(params.epsilon_cutoff)),
+        "eta_cutoff": EtaCutoff(np.float32(params.eta_cutoff)),
+        "renormalize": Renormalize(np.bool_(params.renormalize)),
+        "greedy": Greedy(np.bool_(params.greedy)),
+    }
+    if params.greedy:  # what keeps the best token cannot matter
+        for name, stage in stages.items():
+            stages[name] = stage.off() if stage.argmax_invariant and name != "greedy" else stage
+    stopping = (
+        EndOfSequence(_ids(params.eos_token_ids, capacity.end_ids)),
+        StopTokens(_ids(params.stop_token_ids, capacity.end_ids)),
+        StopStrings(*encode_stop_strings(params.stop, capacity.stop_strings, capacity.stop_bytes)),
+        MaxNewTokens(np.int32(params.max_new_tokens)),
+        MaxLength(np.int32(params.max_length or np.iinfo(np.int32).max)),
     )
+    return Policy(stages, stopping, np.int32(ORDER_NAMES.index(params.order)), capacity.orders)
 
 
 def stack(policies: Sequence[Policy]) -> Policy:
-    """Policies of one order as one policy with a [rows] axis on every leaf.
+    """Policies of one capacity as one policy with a [rows] axis on every leaf.
 
     Raises:
-        ConfigError: the policies do not have the same stages.
+        ConfigError: the policies do not have the same stages or sizes.
     """
-    structures = {jax.tree.structure(policy) for policy in policies}
-    if len(structures) != 1:
-        raise ConfigError("expected policies with the same stages in the same order, got different chains")
+    shapes = {str(jax.tree.map(np.shape, policy)) for policy in policies}
+    if len({jax.tree.structure(policy) for policy in policies}) != 1 or len(shapes) != 1:
+        raise ConfigError("expected policies of one capacity, got different stages or sizes; lower them with the same")
     return jax.tree.map(lambda *leaves: np.stack(leaves), *policies)
 
 
-def resolved(params: SamplingParams, eos_token_ids: Sequence[int]) -> SamplingParams:
-    """The parameters as they take effect: the checkpoint's end-of-sequence ids joined in. For records."""
+def resolved(
+    params: SamplingParams,
+    eos_token_ids: Sequence[int] = (),
+    encode: Callable[[str], Sequence[int]] | None = None,
+) -> SamplingParams:
+    """The parameters as they take effect, which is how records hold them.
+
+    Args:
+        eos_token_ids: end-of-sequence ids of the checkpoint, which join the request's own unless it ignores them.
+        encode: text to token ids, without special tokens, for bad words given as text; each stands for itself and for
+            its form after a space.
+    Raises:
+        ConfigError: a bad word is a text and there is no `encode`.
+    """
     eos = () if params.ignore_eos else (*eos_token_ids, *params.eos_token_ids)
-    return params.replace(eos_token_ids=tuple(int(i) for i in eos))
+    words: list[tuple[int, ...]] = []
+    for word in params.bad_words:
+        if not isinstance(word, str):
+            words.append(word)
+        elif encode is None:
+            raise ConfigError(f"sampling.bad_words: {word!r} is a text and there is no tokenizer; give its token ids")
+        else:
+            text = word.lstrip()
+            words += [tuple(encode(text)), tuple(encode(f" {text}"))]
+    return params.replace(eos_token_ids=eos, bad_words=words)
+
+
+def _ids(tokens: Sequence[int], places: int) -> np.ndarray:
+    return _filled(list(tokens), places, NO_TOKEN, np.int32)
+
+
+def _filled(values: list, places: int, filler: float, dtype: type) -> np.ndarray:
+    return np.array([*values, *[filler] * (places - len(values))], dtype)
+
+
+def _sequences(entries: Sequence[tuple[Sequence[int], float]], capacity: Capacity) -> SequenceBias:
+    table = np.full((capacity.sequences, capacity.sequence_len), NO_TOKEN, np.int32)
+    for place, (ids, _) in enumerate(entries):
+        table[place, : len(ids)] = ids
+    return SequenceBias(
+        table,
+        _filled([len(ids) for ids, _ in entries], capacity.sequences, 0, np.int32),
+        _filled([bias for _, bias in entries], capacity.sequences, 0.0, np.float32),
+    )

@@ -38,9 +38,7 @@ class EndOfSequence(StoppingRule):
     reason = StopReason.EOS
 
     def __call__(self, state: StepState, tokens: jax.Array) -> jax.Array:
-        ids = jnp.asarray(self.eos, jnp.int32)
-        ids = ids if ids.ndim == 2 else jnp.reshape(ids, (1, -1))
-        return jnp.any((tokens[:, None] == ids) & (ids != NO_TOKEN), axis=-1)
+        return _drew_one_of(self.eos, tokens)
 
 
 class MaxNewTokens(StoppingRule):
@@ -51,3 +49,29 @@ class MaxNewTokens(StoppingRule):
 
     def __call__(self, state: StepState, tokens: jax.Array) -> jax.Array:
         return state.step >= jnp.asarray(self.count, jnp.int32)
+
+
+class StopTokens(StoppingRule):
+    """Ends a row that drew one of the request's stop ids: int32 [ids], or [rows, ids] filled up with NO_TOKEN."""
+
+    tokens: ArrayLike
+    reason = StopReason.STOP_TOKEN
+
+    def __call__(self, state: StepState, tokens: jax.Array) -> jax.Array:
+        return _drew_one_of(self.tokens, tokens)
+
+
+class MaxLength(StoppingRule):
+    """Ends a row once prompt and completion together hold `length` tokens; a scalar or [rows]."""
+
+    length: ArrayLike
+    reason = StopReason.LENGTH
+
+    def __call__(self, state: StepState, tokens: jax.Array) -> jax.Array:
+        return state.total() >= jnp.asarray(self.length, jnp.int32)
+
+
+def _drew_one_of(ids: ArrayLike, tokens: jax.Array) -> jax.Array:
+    ids = jnp.asarray(ids, jnp.int32)
+    ids = ids if ids.ndim == 2 else jnp.reshape(ids, (1, -1))
+    return jnp.any((tokens[:, None] == ids) & (ids != NO_TOKEN), axis=-1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+import dataclasses
+from typing import Any, ClassVar, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from sampling.state import StepState
@@ -23,17 +25,22 @@ class LogitsTransform(Protocol):
 class Transform(struct.PyTreeNode):
     """Base of the built-in transforms: a frozen dataclass whose numeric fields are pytree leaves.
 
-    Every field takes a scalar, the same for all rows, or a [rows] array. `NEUTRAL` holds the constructor arguments
-    with which the transform changes nothing.
+    Every field takes a scalar, the same for all rows, or a [rows] array. `NEUTRAL` is the value of the first field with
+    which the transform changes nothing; a transform that reads a table has none, and is neutral while it is empty.
     """
 
-    NEUTRAL: ClassVar[tuple[Any, ...]]
+    NEUTRAL: ClassVar[tuple[Any, ...]] = ()
     argmax_invariant: ClassVar[bool]
     """True if the best token of every row stays the best: such a stage cannot matter to a greedy row."""
 
     def is_neutral(self) -> jax.Array:
         """bool, a scalar or [rows]: where the transform changes nothing."""
         raise NotImplementedError
+
+    def off(self) -> Self:
+        """The same transform with its neutral value."""
+        first = dataclasses.fields(self)[0].name
+        return self.replace(**{first: np.full_like(getattr(self, first), self.NEUTRAL[0])})
 
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
         raise NotImplementedError
@@ -42,16 +49,16 @@ class Transform(struct.PyTreeNode):
 def apply(transform: LogitsTransform, state: StepState, logits: jax.Array) -> jax.Array:
     """Applies one stage of a chain; a stage that is neutral on every active row is skipped at run time.
 
-    Rows on which it is neutral keep their bits whatever the other rows ask for.
+    Rows on which it is neutral, and rows that are not active, keep their bits whatever the other rows ask for.
     """
     if not isinstance(transform, Transform):
         return transform(state, logits)
-    neutral = jnp.broadcast_to(transform.is_neutral(), state.active.shape)
+    neutral = transform.is_neutral() | ~state.active
 
     def changed() -> jax.Array:
         return jnp.where(neutral[:, None], logits, transform(state, logits))
 
-    return jax.lax.cond(jnp.all(neutral | ~state.active), lambda: logits, changed)
+    return jax.lax.cond(jnp.all(neutral), lambda: logits, changed)
 
 
 def per_row(value: Any) -> jax.Array:

@@ -30,8 +30,8 @@ def test_max_new_tokens_counts_drawn_tokens_only():
 
 
 def test_the_first_rule_gives_the_reason():
-    policy = Policy(transforms=(), stopping=(EndOfSequence([2]), MaxNewTokens(1)))
-    codes = policy.stop_codes(state([[2], [1]]), jnp.int32([2, 1]))
+    policy = Policy(order=np.int32(0), transforms={}, stopping=(EndOfSequence([2]), MaxNewTokens(1)))
+    codes = policy.stop_codes(state([[], []]), state([[2], [1]]), jnp.int32([2, 1]))
     assert [StopReason.from_code(int(code)) for code in codes] == [StopReason.EOS, StopReason.LENGTH]
-    going = policy.stop_codes(state([[], []]), jnp.int32([1, 1]))
+    going = policy.stop_codes(state([[], []]), state([[], []]), jnp.int32([1, 1]))
     assert going.tolist() == [0, 0]

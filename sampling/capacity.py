@@ -1,0 +1,65 @@
+"""Capacity: how many places the per-row tables of a policy have. The only part of a policy that shapes programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from sampling.params import SamplingParams
+from sampling.transforms.ngrams import MAX_NGRAM
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Declared sizes. A policy that needs more makes the engine grow to the next power of two, with one compile.
+
+    Attributes:
+        end_ids: end-of-sequence ids, and as many stop ids.
+        biases: entries of logit_bias.
+        sequences, sequence_len: entries of sequence_bias, and as many banned sequences; tokens of the longest.
+        allowed: entries of allowed_token_ids.
+        suppressed: entries of suppress_tokens, and as many of begin_suppress_tokens.
+        ngram: largest n-gram size.
+        stop_strings, stop_bytes: stop strings; UTF-8 bytes of the longest.
+        orders: named orders that the programs hold.
+    """
+
+    end_ids: int = 16
+    biases: int = 32
+    sequences: int = 32
+    sequence_len: int = 8
+    allowed: int = 64
+    suppressed: int = 64
+    ngram: int = MAX_NGRAM
+    stop_strings: int = 4
+    stop_bytes: int = 32
+    orders: tuple[str, ...] = ("transformers",)
+
+    @classmethod
+    def needed(cls, params: SamplingParams) -> Capacity:
+        """The exact sizes that a policy fills."""
+        words = [word for word in params.bad_words if not isinstance(word, str)]
+        sequences = [ids for ids, _ in params.sequence_bias]
+        return cls(
+            end_ids=max(len(params.end_token_ids), len(params.forced_eos)),
+            biases=len(params.logit_bias),
+            sequences=max(len(words), len(sequences)),
+            sequence_len=max(map(len, [*words, *sequences]), default=0),
+            allowed=len(params.allowed_token_ids),
+            suppressed=max(len(params.suppress_tokens), len(params.begin_suppress_tokens)),
+            ngram=max(params.no_repeat_ngram_size, params.prompt_no_repeat_ngram_size),
+            stop_strings=len(params.stop),
+            stop_bytes=max((len(text.encode()) for text in params.stop), default=0),
+            orders=(params.order,),
+        )
+
+    def grown_for(self, needed: Capacity) -> Capacity:
+        """This capacity with every size that is too small raised to the power of two that suffices."""
+        sizes = {}
+        for field in dataclasses.fields(self):
+            have, want = getattr(self, field.name), getattr(needed, field.name)
+            if field.name == "orders":
+                sizes["orders"] = have + tuple(order for order in want if order not in have)
+            else:
+                sizes[field.name] = have if want <= have else 1 << (want - 1).bit_length()
+        return Capacity(**sizes)

@@ -1,0 +1,115 @@
+"""The compiled programs of one engine: fixed shapes in, fixed shapes out, so none can compile again unnoticed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sampling.capacity import Capacity
+from sampling.decode import Admission, EngineState, admit, decode, prefill
+from sampling.models import KVCache, Transformer
+from sampling.params import SamplingParams
+from sampling.policy import lower, stack
+from sampling.state import StepState
+from sampling.types import Geometry
+from sampling.vocabulary import Vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """Executables; their arguments are those of the functions in sampling.decode, less the model's own.
+
+    Attributes:
+        prefill, admit, decode: donate the cache or state that they return anew.
+        compiled: how many programs have been compiled so far, those for smaller capacities included.
+    """
+
+    prefill: Callable[..., Any]
+    admit: Callable[..., Any]
+    decode: Callable[..., Any]
+    compiled: int
+
+
+def compile_programs(
+    model: Transformer,
+    tokenizer_len: int,
+    geometry: Geometry,
+    capacity: Capacity,
+    params: Any,
+    vocabulary: Vocabulary,
+    earlier: Programs | None = None,
+) -> Programs:
+    """Compiles ahead of time, whatever does not depend on the capacity only once.
+
+    Args:
+        model, tokenizer_len: what the programs run.
+        geometry, capacity: their shapes.
+        params, vocabulary: arrays, or only their shapes.
+        earlier: programs of the same engine for another capacity.
+    """
+    params, vocabulary = _shapes(params), _shapes(vocabulary)
+    state = jax.eval_shape(partial(empty_state, model, geometry, capacity))
+    staging = jax.eval_shape(partial(empty_staging, model, geometry))
+    chunk = jax.ShapeDtypeStruct((geometry.prefill_rows, geometry.prefill_chunk), jnp.int32)
+    fresh = jax.ShapeDtypeStruct((geometry.prefill_rows,), jnp.bool_)
+    one = jax.ShapeDtypeStruct((), jnp.int32)
+    admission = Admission(
+        slots=state.given,
+        count=one,
+        prompt=jax.ShapeDtypeStruct((geometry.cache_len,), jnp.int32),
+        buffer=state.rows.buffer,
+        prompt_len=one,
+        limit=one,
+        given=state.given,
+        keys=state.rows.keys,
+        policy=_shapes(lower(SamplingParams(), capacity)),
+    )
+
+    def compiled(program: Callable[..., Any], donated: int, *shapes: Any) -> Callable[..., Any]:
+        return jax.jit(program, donate_argnums=donated).lower(*shapes).compile()
+
+    # Float32 means float32 on every backend.
+    with jax.default_matmul_precision("highest" if model.dtype == jnp.float32 else "default"):
+        return Programs(
+            prefill=earlier.prefill
+            if earlier
+            else compiled(partial(prefill, model), 1, params, staging, chunk, chunk, fresh),
+            admit=compiled(admit, 0, state, staging, one, admission),
+            decode=compiled(partial(decode, model, tokenizer_len), 1, params, state, vocabulary, one, one, one),
+            compiled=earlier.compiled + 2 if earlier else 3,
+        )
+
+
+def empty_staging(model: Transformer, geometry: Geometry) -> KVCache:
+    """The cache into which prompts are prefilled."""
+    return KVCache.empty(model.config, geometry.prefill_rows, geometry.cache_len, model.dtype)
+
+
+def empty_state(model: Transformer, geometry: Geometry, capacity: Capacity) -> EngineState:
+    """Slots that hold nothing."""
+    slots, cache_len = geometry.slots, geometry.cache_len
+    neutral = lower(SamplingParams(), capacity)
+
+    def column(dtype: Any) -> jax.Array:
+        return jnp.zeros((slots, cache_len), dtype)
+
+    return EngineState(
+        rows=StepState.empty(slots, cache_len, model.config.vocab_size),
+        policy=jax.tree.map(jnp.asarray, stack([neutral] * slots)),
+        cache=KVCache.empty(model.config, slots, cache_len, model.dtype),
+        given=jnp.zeros(slots, jnp.int32),
+        stop=jnp.zeros(slots, jnp.int32),
+        behaviour_logprobs=column(jnp.float32),
+        model_logprobs=column(jnp.float32),
+        log_kept_mass=column(jnp.float32),
+        policy_versions=column(jnp.int32),
+    )
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
