@@ -14,10 +14,10 @@ import socket
 import time
 
 import pytest
-from small_work import ONE_WORKER, TWO_WORKERS, all_drawn, drawn, groups, request, requests
 
 from actors import Deadlines, GroupFailure, RetryPolicy, WorkerPool
 from sampling.errors import WorkerError
+from tests.actors.small_work import ONE_WORKER, TWO_WORKERS, all_drawn, drawn, groups, request, requests
 
 pytestmark = pytest.mark.ray
 

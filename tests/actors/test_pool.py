@@ -18,13 +18,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_work import GEOMETRY, ONE_WORKER, all_drawn, drawn, groups, request, requests
 
 from actors import Deadlines, GroupFailure, GroupResult, Placement, WorkerPool, WorkerSpec
 from actors.cluster import worker_environment
 from sampling.errors import CheckpointError, ConfigError, RunError
 from sampling.params import SamplingParams
 from sampling.types import Request
+from tests.actors.small_work import GEOMETRY, ONE_WORKER, all_drawn, drawn, groups, request, requests
 
 pytestmark = pytest.mark.ray
 
