@@ -46,16 +46,15 @@ def finished(local_ray, tmp_path_factory):
     return make
 
 
-class StopsAfter(ProgressReporter):
-    """Interrupts the run as Ctrl-C does, after some reports."""
+class StopsAt(ProgressReporter):
+    """Interrupts the run as Ctrl-C does, when so many rows are done."""
 
-    def __init__(self, reports: int) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__(quiet=True)
-        self._left = reports
+        self._rows = rows
 
     def update(self, progress) -> None:
-        self._left -= 1
-        if self._left == 0:
+        if progress.rows_done >= self._rows:
             raise KeyboardInterrupt
 
 
@@ -89,11 +88,12 @@ def test_two_workers_write_the_same_content(tiny_config, finished, tmp_path):
 
 def test_an_interrupted_run_continues_to_the_same_content(tiny_config, finished, tmp_path):
     folder = tmp_path / "run"
-    for reports in (3, 4):
+    for done in (3, 9):
         with pytest.raises(KeyboardInterrupt):
-            sample_run(tiny_config(), folder, progress=StopsAfter(reports))
+            sample_run(tiny_config(), folder, progress=StopsAt(done))
         assert read_status(folder).state == "unfinished"
-    assert rows(folder) == EXPECTED_ROWS[: len(rows(folder))] != []
+        assert done <= len(rows(folder)) < len(EXPECTED_ROWS)
+        assert rows(folder) == EXPECTED_ROWS[: len(rows(folder))]
     sample_run(tiny_config(), folder)
     assert rows(folder) == EXPECTED_ROWS
     assert read_status(folder).content_hash == read_status(finished(tiny_config())).content_hash
