@@ -8,6 +8,7 @@ is started while the budget lasts.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ from actors.spec import Deadlines, Placement, RetryPolicy, WorkerSpec
 from actors.worker import CONTROL, SamplingWorker
 from sampling.engine import EngineStats
 from sampling.errors import ServiceError, WorkerError
+
+_log = logging.getLogger(__name__)
 
 FETCH_S = 30.0
 """Seconds to fetch a value that Ray has reported as ready."""
@@ -179,6 +182,7 @@ class Crew:
         loss = Loss(worker.name, error_type(cause), _account(worker, cause))
         lost = Lost(loss, tuple(worker.hands))
         self._losses.append(loss)
+        _log.warning("%s", loss.message)
         work = dataclasses.replace(worker.stats, slots=0, slots_busy=0, waiting=0)
         self._work_of_lost = add_stats([self._work_of_lost, work])
         worker.restarts += not worker.alone  # what was alone with the worker is to blame, the worker is not

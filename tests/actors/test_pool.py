@@ -209,6 +209,15 @@ def test_outcomes_say_who_drew_them(pool):
     assert outcome.worker in {worker.name for worker in pool.workers}
 
 
+def test_an_address_where_nothing_listens_is_said_at_once():
+    code = (
+        "import pytest; from actors.cluster import connected; from actors.spec import Placement\n"
+        "with pytest.raises(Exception, match='expected that of a running Ray cluster, got .127.0.0.1:1.'):\n"
+        "    connected('127.0.0.1:1', Placement()).__enter__()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[2])
+
+
 def test_workers_without_a_gpu_never_open_one():  # B068
     assert worker_environment(Placement())["JAX_PLATFORMS"] == "cpu"
     assert worker_environment(Placement(gpus=1))["JAX_PLATFORMS"] == "cuda,cpu"
