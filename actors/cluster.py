@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import site
+import socket
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ import ray
 
 from actors.spec import Placement
 from sampling.errors import ConfigError
+
+CONNECT_S = 10.0
+"""Seconds for a cluster's port to answer."""
 
 _SOURCE_ROOT = Path(__file__).resolve().parents[1]
 _WORKER_PACKAGES = ("sampling", "actors")
@@ -33,6 +37,8 @@ def connected(address: str | None, placement: Placement) -> Iterator[None]:
     Args:
         address: of a running cluster ("host:port", "ray://host:port" or "auto"); None starts one.
         placement: a private cluster gets at least the processors that it asks for, be they real or not.
+    Raises:
+        ConfigError: no cluster answers at the address, or a private one would lack GPUs or TPUs.
     """
     if ray.is_initialized():
         yield
@@ -41,7 +47,8 @@ def connected(address: str | None, placement: Placement) -> Iterator[None]:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     address = address or os.environ.get("RAY_ADDRESS")
     if address:
-        ray.init(address=address, **quiet)
+        _require_listener(address)
+        ray.init(address=address, runtime_env=_carried_code(), **quiet)
     else:
         cpus = max(os.cpu_count() or 1, math.ceil(placement.num_workers * placement.cpus))
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
@@ -51,6 +58,16 @@ def connected(address: str | None, placement: Placement) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():  # not "auto"
+        try:
+            socket.create_connection((host, int(port)), CONNECT_S).close()
+        except OSError as error:
+            raise ConfigError(f"address: expected that of a running Ray cluster, got {address!r}: {error}") from error
 
 
 def _require_devices(placement: Placement) -> None:
@@ -95,18 +112,20 @@ def worker_environment(placement: Placement) -> dict[str, str]:
 
 
 def _runtime_env(placement: Placement) -> dict[str, Any]:
-    """Lets workers import what the driver imports, also when it runs from a checkout that is not installed.
-
-    On this machine the checkout is put on the path. To other machines Ray carries the packages, a few hundred
-    kilobytes. Where the packages are installed, every host is expected to have them.
-    """
+    """On this machine workers find a checkout that is not installed by the path on which it lies."""
     environment = worker_environment(placement)
-    if _installed():
-        return {"env_vars": environment}
-    if len(ray.nodes()) == 1 and _runs_here(ray.nodes()[0]):
+    if not _installed() and all(_runs_here(node) for node in ray.nodes()):
         paths = [str(_SOURCE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return {"env_vars": {**environment, "PYTHONPATH": os.pathsep.join(paths)}}
-    return {"env_vars": environment, "py_modules": [str(_SOURCE_ROOT / name) for name in _WORKER_PACKAGES]}
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return {"env_vars": environment}
+
+
+def _carried_code() -> dict[str, Any]:
+    """To the hosts of a cluster Ray carries the packages of a checkout, a few hundred kilobytes, once per job.
+
+    Where the packages are installed, every host is expected to have the same.
+    """
+    return {} if _installed() else {"py_modules": [str(_SOURCE_ROOT / name) for name in _WORKER_PACKAGES]}
 
 
 def _installed() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -116,7 +116,7 @@ class WorkerPool:
         crew = self._open_crew()
         return PoolStats(len(crew.ready), crew.restarts, crew.stats())
 
-    def run(self, requests: Iterable[Request | None]) -> Iterator[Outcome]:
+    def run(self, requests: Iterable[Request | None], on_wait: Callable[[], None] | None = None) -> Iterator[Outcome]:
         """Answers every request exactly once, in the order in which the answers come.
 
         Requests are pulled only when a worker has room. A lost worker's requests go to others; no result depends on
@@ -124,6 +124,7 @@ class WorkerPool:
 
         Args:
             requests: may be endless, and may hold back: a None means "nothing now, ask again after an outcome".
+            on_wait: called before each wait for something to happen, several times a second; shows progress.
         Raises:
             WorkerError: all workers are lost and their restarts spent.
             RunError: the requests hold back although no outcome is to come.
@@ -136,6 +137,8 @@ class WorkerPool:
                 return
             if ledger.stuck:
                 raise RunError("the source of requests holds back although no outcome is to come")
+            if on_wait:
+                on_wait()
             for event in crew.poll(POLL_S):
                 match event:
                     case Answered(worker, answers):

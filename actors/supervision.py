@@ -7,6 +7,8 @@ is started while the budget lasts.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +22,13 @@ from actors.causes import error_type, in_words, last_lines, require_agreement
 from actors.cluster import worker_options
 from actors.dispatch import Loss
 from actors.handle import WorkerHandle
-from actors.messages import Answer, WorkerDescription, add_stats
+from actors.messages import NO_WORK, Answer, WorkerDescription, add_stats
 from actors.spec import Deadlines, Placement, RetryPolicy, WorkerSpec
 from actors.worker import CONTROL, SamplingWorker
 from sampling.engine import EngineStats
 from sampling.errors import ServiceError, WorkerError
+
+_log = logging.getLogger(__name__)
 
 FETCH_S = 30.0
 """Seconds to fetch a value that Ray has reported as ready."""
@@ -67,7 +71,7 @@ class Crew:
         remote: Any = ray.remote  # its annotations know no concurrency groups
         self._actor_class = remote(concurrency_groups={CONTROL: 1}, **worker_options(placement))(SamplingWorker)
         self._workers = [WorkerHandle(f"worker-{index}") for index in range(placement.num_workers)]
-        self._stats_of_lost: list[EngineStats] = []
+        self._work_of_lost = NO_WORK
         self._losses: deque[Loss] = deque(maxlen=_LOSSES_TOLD)
 
     @property
@@ -81,8 +85,8 @@ class Crew:
         return len(self.ready) == len(self._workers)
 
     def stats(self) -> EngineStats:
-        """Counts of all workers as last heard, those of lost ones included."""
-        return add_stats([*self._stats_of_lost, *(worker.stats for worker in self._workers)])
+        """Counts of all workers as last heard, and the work of those that were lost."""
+        return add_stats([self._work_of_lost, *(worker.stats for worker in self._workers)])
 
     def poll(self, timeout_s: float) -> list[Event]:
         """What happened since the last call; waits at most so many seconds for something to happen.
@@ -178,7 +182,9 @@ class Crew:
         loss = Loss(worker.name, error_type(cause), _account(worker, cause))
         lost = Lost(loss, tuple(worker.hands))
         self._losses.append(loss)
-        self._stats_of_lost.append(worker.stats)
+        _log.warning("%s", loss.message)
+        work = dataclasses.replace(worker.stats, slots=0, slots_busy=0, waiting=0)
+        self._work_of_lost = add_stats([self._work_of_lost, work])
         worker.restarts += not worker.alone  # what was alone with the worker is to blame, the worker is not
         worker.start_after = time.monotonic() + self._retry.pause_s(worker.restarts)
         worker.kill()

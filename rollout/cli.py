@@ -20,6 +20,7 @@ from rollout.progress import ProgressReporter
 from rollout.status import read_status
 from sampling.errors import ServiceError
 
+SAMPLES_FAILED = 1
 INTERRUPTED = 130
 
 
@@ -70,6 +71,9 @@ def sample(config: Path, out: Path, overrides: tuple[str, ...], address: str | N
         summary = sample_run(run_config, out, address=address, progress=progress)
     if not quiet:
         summary.render(Console(file=sys.stdout))
+    if summary.failed:
+        click.echo(f"rollout: {summary.failed} samples failed; their records tell why, under `failure`", err=True)
+        sys.exit(SAMPLES_FAILED)
 
 
 @main.command()

@@ -56,7 +56,8 @@ class WorkersConfig(Section):
         group_deadline_s: seconds that one group may take before its worker is given up.
         start_deadline_s: seconds that a worker may take to load and compile.
         max_group_attempts: tries of one group before its samples are recorded as failed.
-        max_worker_restarts: restarts of one worker before the run gives up on it.
+        max_worker_restarts: restarts of one worker in a row, without a finished group in between, before the run
+            gives up on it.
     """
 
     count: int = Field(default=1, ge=1)

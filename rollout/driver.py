@@ -67,12 +67,17 @@ def sample_run(
                 pool, tokenizer, config.sampling, seed=config.seed, reward=reward, run_id=folder.manifest.run_id
             )
             done = frozenset(folder.done_prompt_ids)
+            missing = (prompt for prompt in read_prompts(config.prompts) if prompt.id not in done)
             rows_done = folder.manifest.rows
-            for group in sampler.sample(p for p in read_prompts(config.prompts) if p.id not in done):
-                folder.add_group(group)
-                rows_done += len(group)
+
+            def report() -> None:
                 engines = pool.stats().engines
                 progress.update(Progress(rows_done, census.rows, engines.tokens, engines.slots_busy, pool.slots))
+
+            for group in sampler.sample(missing, on_wait=report):
+                folder.add_group(group)
+                rows_done += len(group)
+            report()
             folder.finish()
             engines, sampled_s = pool.stats().engines, time.monotonic() - loaded
         return RunSummary.from_folder(

@@ -7,7 +7,7 @@ where the prompts come from and where the groups go.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,13 +64,16 @@ class GroupSampler:
             "numerics_fingerprint": fingerprint_digest(pool.description.fingerprint),
         }
 
-    def sample(self, prompts: Iterable[Prompt]) -> Iterator[TrajectoryGroup]:
+    def sample(self, prompts: Iterable[Prompt], on_wait: Callable[[], None] | None = None) -> Iterator[TrajectoryGroup]:
         """The prompts' groups, in their order. Prompts are pulled as workers and the reordering window have room.
 
         A prompt that cannot be used, and one that workers were lost with too often, gives failed trajectories.
+
+        Args:
+            on_wait: see `WorkerPool.run`.
         """
         window = _Window()
-        for outcome in self._pool.run(self._requests(prompts, window)):
+        for outcome in self._pool.run(self._requests(prompts, window), on_wait):
             prompt = window.prompt(outcome.request.prompt_id)
             window.close(prompt.id, self._records(prompt, outcome))
             yield from window.leaving()

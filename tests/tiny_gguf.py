@@ -17,7 +17,8 @@ import numpy as np
 import torch
 import transformers
 from gguf import GGMLQuantizationType
-from tiny_models import TOKENIZER_LEN, byte_tokenizer, tiny_llama, tiny_qwen2, tiny_qwen3
+
+from tests.tiny_models import CHAT_TEMPLATE, TOKENIZER_LEN, byte_tokenizer, tiny_llama, tiny_qwen2, tiny_qwen3
 
 # Every row of a quantised matrix must hold whole blocks of 32 numbers.
 _BLOCKED = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -121,8 +122,8 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
 
 def _write_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
     """byte_tokenizer, its vocabulary padded as llama.cpp pads it."""
-    backend = byte_tokenizer().backend_tokenizer
-    tokens = [backend.id_to_token(index) for index in range(TOKENIZER_LEN)]
+    vocab = byte_tokenizer().get_vocab()
+    tokens = sorted(vocab, key=lambda token: vocab[token])
     padding = [f"[PAD{index}]" for index in range(TOKENIZER_LEN, vocab_size)]
     kinds = [gguf.TokenType.CONTROL] * 4 + [gguf.TokenType.NORMAL] * (TOKENIZER_LEN - 4)
     writer.add_tokenizer_model("gpt2")
@@ -133,7 +134,7 @@ def _write_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
     writer.add_eos_token_id(2)
     writer.add_bos_token_id(0)
     writer.add_pad_token_id(3)
-    writer.add_chat_template(byte_tokenizer().chat_template)
+    writer.add_chat_template(CHAT_TEMPLATE)
 
 
 def _write_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -1,8 +1,7 @@
-"""ModelConfig: the shape of a decoder-only transformer, read from a checkpoint's own description of
-itself.
+"""ModelConfig: the shape of a decoder-only transformer, as its checkpoint describes it.
 
-Frozen and hashable, so that it can be a static argument of a compiled program. A setting that this
-model code does not implement is refused by name; none is ever ignored.
+Frozen and hashable, so that it can be a static argument of a compiled program. A setting that this model code does not
+implement is refused by name; none is ever ignored.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the rotary frequencies of a long-context checkpoint differ from the plain geometric
-    series.
+    """How the rotary frequencies of a long-context checkpoint differ from the plain geometric series.
 
     Attributes:
         kind: "linear" divides every frequency by `factor`; "llama3" divides the slow ones, keeps

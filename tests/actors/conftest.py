@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import sys
 
-import faulty_worker
 import pytest
 import ray
-from local_ray import local_ray  # noqa: F401, a fixture
-from small_work import GEOMETRY, ONE_WORKER, TWO_WORKERS, groups, requests
-from tiny_models import tiny_llama
 
 from actors import Deadlines, RetryPolicy, WorkerPool, WorkerSpec
 from sampling.types import Group
+from tests.actors import faulty_worker
+from tests.actors.small_work import GEOMETRY, ONE_WORKER, TWO_WORKERS, groups, requests
+from tests.local_ray import local_ray  # noqa: F401, a fixture
+from tests.tiny_models import tiny_llama
 
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 ray.cloudpickle.register_pickle_by_value(sys.modules[faulty_worker.__name__])

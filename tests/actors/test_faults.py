@@ -14,10 +14,10 @@ import socket
 import time
 
 import pytest
-from small_work import ONE_WORKER, TWO_WORKERS, all_drawn, drawn, groups, request, requests
 
 from actors import Deadlines, GroupFailure, RetryPolicy, WorkerPool
 from sampling.errors import WorkerError
+from tests.actors.small_work import GEOMETRY, ONE_WORKER, TWO_WORKERS, all_drawn, drawn, groups, request, requests
 
 pytestmark = pytest.mark.ray
 
@@ -41,6 +41,7 @@ def test_a_killed_worker_leaves_no_trace(spec, undisturbed, placement):
         assert all_drawn(found) == all_drawn(undisturbed)
         if placement is ONE_WORKER:  # with two, the other may end the work before anybody misses the dead one
             assert pool.stats().restarts == 1
+            assert pool.stats().engines.slots == GEOMETRY.slots
 
 
 def test_a_hung_worker_is_replaced_within_its_deadline(spec, undisturbed):

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_work import GEOMETRY, ONE_WORKER, all_drawn, drawn, groups, request, requests
 
 from actors import Deadlines, GroupFailure, GroupResult, Placement, WorkerPool, WorkerSpec
 from actors.cluster import worker_environment
 from sampling.errors import CheckpointError, ConfigError, RunError
 from sampling.params import SamplingParams
 from sampling.types import Request
+from tests.actors.small_work import GEOMETRY, ONE_WORKER, all_drawn, drawn, groups, request, requests
 
 pytestmark = pytest.mark.ray
 
@@ -207,6 +207,15 @@ def test_outcomes_say_who_drew_them(pool):
     (outcome,) = pool.run([request("p0")])
     assert isinstance(outcome, GroupResult)
     assert outcome.worker in {worker.name for worker in pool.workers}
+
+
+def test_an_address_where_nothing_listens_is_said_at_once():
+    code = (
+        "import pytest; from actors.cluster import connected; from actors.spec import Placement\n"
+        "with pytest.raises(Exception, match='expected that of a running Ray cluster, got .127.0.0.1:1.'):\n"
+        "    connected('127.0.0.1:1', Placement()).__enter__()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[2])
 
 
 def test_workers_without_a_gpu_never_open_one():  # B068

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_gguf import tiny_gguf
-from tiny_models import TOKENIZER_LEN, byte_tokenizer, tiny_llama
 
 from sampling.checkpoints import inspect_checkpoint, load_tokenizer
 from sampling.errors import CheckpointError
+from tests.tiny_gguf import tiny_gguf
+from tests.tiny_models import TOKENIZER_LEN, byte_tokenizer, tiny_llama
 
 TEXTS = [
     "the thing  in\n\n the end: 12 + 345 = 357\t½ ² naïve 日本",
@@ -38,27 +38,19 @@ def test_the_saved_tokenizer_comes_back(tmp_path, make):
 
 
 @pytest.mark.parametrize(
-    ("pre", "text", "pieces"),
+    ("pre", "pieces"),
     [
-        ("default", " 1234 thing", ["Ġ", "1", "2", "3", "4", "Ġthing"]),
-        ("smollm", " 1234", ["Ġ", "1", "2", "3", "4"]),
-        ("llama-bpe", "a 1234", ["a", "Ġ", "1", "2", "3", "4"]),
-        ("qwen2", "a 12", ["a", "Ġ", "1", "2"]),
+        ("default", ["a", "Ġ1234", "Ġthing", "'s", "ĊĊ"]),
+        ("smollm", ["a", "Ġ", "1", "2", "3", "4", "Ġthing", "'s", "ĊĊ"]),
+        ("llama-bpe", ["a", "Ġ", "123", "4", "Ġthing", "'s", "ĊĊ"]),
+        ("qwen2", ["a", "Ġ", "1", "2", "3", "4", "Ġthing", "'s", "ĊĊ"]),
     ],
 )
-def test_text_is_cut_as_the_vocabulary_was_learned(tmp_path, pre, text, pieces):
-    path, _ = tiny_gguf(tmp_path, metadata={"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False})
+def test_text_is_cut_as_the_vocabulary_was_learned(tmp_path, pre, pieces):
+    path, _ = tiny_gguf(tmp_path, metadata={"tokenizer.ggml.pre": pre})
     tokenizer = load_tokenizer(inspect_checkpoint(path))
-    cut = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
-    expected = {
-        "default": ["Ġ1234", "Ġthing"],
-        "smollm": ["Ġ", "1", "2", "3", "4"],
-        "llama-bpe": ["a", "Ġ", "123", "4"],
-        "qwen2": ["a", "Ġ", "1", "2"],
-    }
-    assert [piece for piece, _ in cut] == expected[pre]
-    if pre != "default":
-        assert tokenizer.tokenize(text) == pieces
+    cut = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 1234 thing's\n\n")
+    assert [piece for piece, _ in cut] == pieces
 
 
 @pytest.mark.parametrize(("adds_bos", "expected"), [(True, 1), (False, 0)])

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from tiny_gguf import tiny_gguf
-from tiny_models import EOS_ID, TOKENIZER_LEN
 
 from sampling.checkpoints import CheckpointFormat, inspect_checkpoint, load_checkpoint
 from sampling.checkpoints.gguf_file import GGUFFile
 from sampling.errors import CheckpointError
 from sampling.models import RopeScaling, Transformer
+from tests.tiny_gguf import tiny_gguf
+from tests.tiny_models import EOS_ID, TOKENIZER_LEN
 
 TOKENS = np.random.default_rng(0).integers(0, TOKENIZER_LEN, 9, dtype=np.int32)
 

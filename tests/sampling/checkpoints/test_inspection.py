@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_models import EOS_ID, TOKENIZER_LEN, tiny_llama
 
 from sampling.checkpoints import CheckpointFormat, inspect_checkpoint
+from sampling.checkpoints.inspection import resolve
 from sampling.errors import CheckpointError
+from tests.tiny_models import EOS_ID, TOKENIZER_LEN, tiny_llama
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def package(tmp_path, monkeypatch):
 
 
 def test_a_package_is_found_without_being_imported(package, tmp_path):
-    from tiny_gguf import tiny_gguf
+    from tests.tiny_gguf import tiny_gguf
 
     path, _ = tiny_gguf(tmp_path)
     path.rename(package / "weights.gguf")
@@ -67,6 +68,13 @@ def test_a_package_is_found_without_being_imported(package, tmp_path):
     assert info.path == package / "weights.gguf"
     assert "carrier_of_weights" not in sys.modules
     assert inspect_checkpoint(package).path == info.path
+
+
+def test_a_gguf_file_beside_the_config_it_was_converted_from(llama, package):
+    weights = package / "weights.gguf"
+    weights.touch()
+    (package / "config.json").write_bytes((llama / "config.json").read_bytes())
+    assert resolve(package) == weights
 
 
 def test_a_package_without_weights(package):

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from tiny_models import tiny_llama, tiny_qwen2
 
 from sampling.checkpoints import load_checkpoint, weights_digest
 from sampling.errors import CheckpointError
 from sampling.models import Transformer
+from tests.tiny_models import tiny_llama, tiny_qwen2
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_models import tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
 
 from sampling.checkpoints import load_checkpoint
 from sampling.models import Transformer
+from tests.tiny_models import tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -1,0 +1,75 @@
+"""The Python surface: groups in prompt order, policies per prompt, failures raised or recorded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from actors import Placement
+from rollout import Geometry, Rollouts, SamplingParams
+from sampling.errors import PromptError, RunError
+
+pytestmark = pytest.mark.ray
+
+GEOMETRY = Geometry(slots=4, cache_len=64, prefill_chunk=16)
+
+
+@pytest.fixture(scope="module")
+def rollouts(local_ray, tiny_checkpoint):
+    with Rollouts(
+        tiny_checkpoint,
+        workers=Placement(num_workers=2, cpus=0, threads=1),
+        geometry=GEOMETRY,
+        reward=lambda prompt, text: float(len(text)),
+    ) as rollouts:
+        yield rollouts
+
+
+def test_ten_lines_sample_groups(rollouts):
+    prompts = [
+        {"messages": [{"role": "user", "content": "What is 3 + 4?"}]},
+        {"prompt": "The capital of France is", "sampling": {"temperature": 0}},
+        "plain text",
+    ]
+    params = SamplingParams(temperature=0.8, top_p=0.95, n=3, max_new_tokens=8)
+    groups = list(rollouts.sample(prompts, params, seed=7))
+    assert [[t.prompt_id for t in group] for group in groups] == [["0"] * 3, ["1"] * 3, ["2"] * 3]
+    for group in groups:
+        assert [t.sample_index for t in group] == [0, 1, 2]
+        assert all(t.reward == len(t.text) for t in group)
+    greedy = groups[1]
+    assert all(np.array_equal(t.completion_tokens, greedy[0].completion_tokens) for t in greedy)
+    assert all((t.behaviour_logprobs == 0).all() for t in greedy)
+    assert len({t.completion_tokens.tobytes() for t in groups[0]}) == 3
+
+
+def test_the_seed_decides_and_nothing_else(rollouts):
+    def drawn(seed):
+        groups = rollouts.sample(["abc", "abcd"], SamplingParams(n=2, max_new_tokens=8), seed=seed)
+        return [t.completion_tokens.tobytes() for group in groups for t in group]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_a_loop_may_be_left_early(rollouts):
+    params = SamplingParams(n=2, max_new_tokens=8)
+    (reference,) = rollouts.sample(["abc"], params, seed=1)
+    for group in rollouts.sample(("abc" for _ in range(10**9)), params, seed=1):
+        assert [t.completion_tokens.tobytes() for t in group] == [t.completion_tokens.tobytes() for t in reference]
+        break
+
+
+def test_a_failure_is_raised_or_recorded(rollouts):
+    prompts = ["abc", {"id": "long", "prompt_tokens": [5] * 64}, "abc"]
+    params = SamplingParams(max_new_tokens=4)
+    with pytest.raises(RunError, match=r"prompt 'long', sample 0: PromptError: .*64 tokens leave no room"):
+        list(rollouts.sample(prompts, params))
+    groups = list(rollouts.sample(prompts, params, on_failure="record"))
+    assert [group[0].failed for group in groups] == [False, True, False]
+
+
+def test_prompts_are_checked(rollouts):
+    with pytest.raises(PromptError, match=r"prompts\[1\]: prompt 'a': its id is taken already"):
+        list(rollouts.sample([{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}]))
+    with pytest.raises(PromptError, match=r"prompts\[0\]: unknown field 'promt'"):
+        list(rollouts.sample([{"promt": "x"}]))
