@@ -18,7 +18,7 @@ from sampling.draw import Distribution, draw, log_kept_mass
 from sampling.keys import uniforms
 from sampling.models import KVCache, Transformer
 from sampling.policy import Policy
-from sampling.state import StepState
+from sampling.state import NO_TOKEN, StepState
 from sampling.transforms import FILTER
 from sampling.types import StopReason
 from sampling.vocabulary import Vocabulary
@@ -189,30 +189,59 @@ def decode_step(
     hidden, cache = forward(last[:, None], positions[:, None], state.cache)
     logits = forward(hidden[:, 0], method="logits")
 
-    scores = state.policy.scores(rows, without_padded_ids(logits, tokenizer_len))
-    raw, behaviour = Distribution.of(logits), Distribution.of(scores)
-    drawn = draw(behaviour, uniforms(rows.keys, rows.step))
     is_given = rows.length < state.given
-    token = jnp.where(is_given, rows.buffer[index, jnp.minimum(rows.length, rows.capacity - 1)], drawn)
+    given = jnp.where(is_given, rows.buffer[index, jnp.minimum(rows.length, rows.capacity - 1)], NO_TOKEN)
+    choice = choose(state.policy, rows, logits, given, tokenizer_len)
 
-    committed = rows.active & behaviour.defined
+    committed = rows.active & choice.defined
     place = jnp.where(committed, rows.length, rows.capacity)
 
     def recorded(stored: jax.Array, new: jax.Array) -> jax.Array:
         return stored.at[index, place].set(new, mode="drop")
 
-    after = rows.replace(active=committed).commit(token)
-    stop = state.policy.bound(vocabulary).stop_codes(rows, after, token)
+    after = rows.replace(active=committed).commit(choice.tokens)
+    stop = state.policy.bound(vocabulary).stop_codes(rows, after, choice.tokens)
     stop = jnp.where((stop == 0) & (after.length >= rows.capacity), StopReason.CACHE_FULL.code, stop)
-    stop = jnp.where(behaviour.defined, stop, StopReason.UNDEFINED_DISTRIBUTION.code)
+    stop = jnp.where(choice.defined, stop, StopReason.UNDEFINED_DISTRIBUTION.code)
     return state.replace(
         rows=after.replace(active=committed & (stop == 0)),
         cache=cache,
         stop=jnp.where(rows.active, stop, state.stop),
-        behaviour_logprobs=recorded(state.behaviour_logprobs, behaviour.logprobs(token)),
-        model_logprobs=recorded(state.model_logprobs, raw.logprobs(token)),
-        log_kept_mass=recorded(state.log_kept_mass, log_kept_mass(raw, behaviour)),
-        policy_versions=recorded(state.policy_versions, jnp.full_like(token, version)),
+        behaviour_logprobs=recorded(state.behaviour_logprobs, choice.behaviour_logprobs),
+        model_logprobs=recorded(state.model_logprobs, choice.model_logprobs),
+        log_kept_mass=recorded(state.log_kept_mass, choice.log_kept_mass),
+        policy_versions=recorded(state.policy_versions, jnp.full_like(choice.tokens, version)),
+    )
+
+
+class Choice(struct.PyTreeNode):
+    """What a step takes for each row, [rows] each; see Completion for the log-probs."""
+
+    tokens: jax.Array
+    defined: jax.Array
+    behaviour_logprobs: jax.Array
+    model_logprobs: jax.Array
+    log_kept_mass: jax.Array
+
+
+def choose(policy: Policy, rows: StepState, logits: jax.Array, given: jax.Array, tokenizer_len: int) -> Choice:
+    """Runs the chain and draws, or takes the given token; either way the log-probs are of the token taken.
+
+    Args:
+        logits: float32 [rows, vocab], the model's.
+        given: int32 [rows], NO_TOKEN where the token is to be drawn.
+        tokenizer_len: ids from here on are removed.
+    """
+    scores = policy.scores(rows, without_padded_ids(logits, tokenizer_len))
+    model, behaviour = Distribution.of(logits), Distribution.of(scores)
+    drawn = draw(behaviour, uniforms(rows.keys, rows.step))
+    tokens = jnp.where(given == NO_TOKEN, drawn, given)
+    return Choice(
+        tokens=tokens,
+        defined=behaviour.defined,
+        behaviour_logprobs=behaviour.logprobs(tokens),
+        model_logprobs=model.logprobs(tokens),
+        log_kept_mass=log_kept_mass(model, behaviour),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -168,6 +169,9 @@ class SamplingParams:
         return params
 
 
+_short = reprlib.repr
+"""A value for a message: a list of a hundred thousand token ids in it helps nobody."""
+
 # ---- checks: each takes the field's name and value, and returns the value in its one form ----
 
 _Check = Callable[[str, Any], Any]
@@ -179,7 +183,7 @@ def _real(valid: Callable[[float], bool], expected: str, optional: bool = False)
             return None
         number = _number(value)
         if not math.isfinite(number) or not valid(number):
-            raise ConfigError(f"{name}: expected {expected}, got {value!r}")
+            raise ConfigError(f"{name}: expected {expected}, got {_short(value)}")
         return number
 
     return check
@@ -191,7 +195,7 @@ def _whole(least: int, expected: str, optional: bool = False, most: int = 2**31 
             return None
         number = value.__index__() if hasattr(value, "__index__") and not isinstance(value, bool) else None
         if number is None or not least <= number <= most:
-            raise ConfigError(f"{name}: expected a whole number, {expected}, got {value!r}")
+            raise ConfigError(f"{name}: expected a whole number, {expected}, got {_short(value)}")
         return number
 
     return check
@@ -199,7 +203,7 @@ def _whole(least: int, expected: str, optional: bool = False, most: int = 2**31 
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(f"{name}: expected true or false, got {value!r}")
+        raise ConfigError(f"{name}: expected true or false, got {_short(value)}")
     return value
 
 
@@ -210,7 +214,7 @@ def _top_k(name: str, value: Any) -> int | None:
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
-        raise ConfigError(f"{name}: expected a list of token ids, got {value!r}")
+        raise ConfigError(f"{name}: expected a list of token ids, got {_short(value)}")
     return tuple(sorted({_token(name, token) for token in value}))
 
 
@@ -220,14 +224,14 @@ def _token(name: str, value: Any) -> int:
 
 def _sequence(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__") or not len(value):
-        raise ConfigError(f"{name}: expected a list of at least one token id, got {value!r}")
+        raise ConfigError(f"{name}: expected a list of at least one token id, got {_short(value)}")
     return tuple(_token(name, token) for token in value)
 
 
 def _bias(name: str, value: Any) -> float:
     number = BANNED if value == "-inf" else _number(value)
     if math.isnan(number) or number == math.inf:
-        raise ConfigError(f"{name}: expected a number, or -inf to ban, got {value!r}")
+        raise ConfigError(f"{name}: expected a number, or -inf to ban, got {_short(value)}")
     return number
 
 
@@ -244,7 +248,7 @@ def _number(value: Any) -> float:
 def _pairs(name: str, value: Any) -> list[tuple[Any, Any]]:
     pairs = list(value.items()) if isinstance(value, Mapping) else list(value) if hasattr(value, "__iter__") else None
     if pairs is None or isinstance(value, str) or any(isinstance(p, str) or len(p) != 2 for p in pairs):
-        raise ConfigError(f"{name}: expected a mapping, or a list of pairs, got {value!r}")
+        raise ConfigError(f"{name}: expected a mapping, or a list of pairs, got {_short(value)}")
     return pairs
 
 
@@ -261,23 +265,23 @@ def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 def _sequence_bias(name: str, value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
     pairs = [(_sequence(name, ids), _bias(name, bias)) for ids, bias in _pairs(name, value)]
     if len({ids for ids, _ in pairs}) != len(pairs):
-        raise ConfigError(f"{name}: a sequence is given more than once in {value!r}")
+        raise ConfigError(f"{name}: a sequence is given more than once in {_short(value)}")
     return tuple(pairs)
 
 
 def _bad_words(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(value, str) or not hasattr(value, "__iter__"):
-        raise ConfigError(f"{name}: expected a list of texts or of lists of token ids, got {value!r}")
+        raise ConfigError(f"{name}: expected a list of texts or of lists of token ids, got {_short(value)}")
     words = [word if isinstance(word, str) else _sequence(name, word) for word in value]
     if any(isinstance(word, str) and not word.strip() for word in words):
-        raise ConfigError(f"{name}: expected texts that hold more than white space, got {value!r}")
+        raise ConfigError(f"{name}: expected texts that hold more than white space, got {_short(value)}")
     return tuple(dict.fromkeys(words))
 
 
 def _stop(name: str, value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
     if not hasattr(texts, "__iter__") or not all(isinstance(text, str) and text for text in texts):
-        raise ConfigError(f"{name}: expected a text or a list of texts, none of them empty, got {value!r}")
+        raise ConfigError(f"{name}: expected a text or a list of texts, none of them empty, got {_short(value)}")
     return tuple(dict.fromkeys(texts))
 
 
@@ -285,7 +289,7 @@ def _decay(name: str, value: Any) -> tuple[int, float] | None:
     if value is None:
         return None
     if isinstance(value, (str, Mapping)) or not hasattr(value, "__iter__") or len(value) != 2:
-        raise ConfigError(f"{name}: expected a pair (start, factor), got {value!r}")
+        raise ConfigError(f"{name}: expected a pair (start, factor), got {_short(value)}")
     start, factor = value
     start = _whole(0, "at least 0")(f"{name}[0]", start)
     return start, _real(lambda v: v > 0, "a number > 0")(f"{name}[1]", factor)
@@ -293,7 +297,7 @@ def _decay(name: str, value: Any) -> tuple[int, float] | None:
 
 def _order(name: str, value: Any) -> str:
     if value not in ORDERS:
-        raise ConfigError(f"{name}: expected one of {', '.join(ORDERS)}, got {value!r}")
+        raise ConfigError(f"{name}: expected one of {', '.join(ORDERS)}, got {_short(value)}")
     return value
 
 
@@ -350,8 +354,8 @@ def _refuse_contradictions(params: SamplingParams) -> None:
 
     def refuse(first: str, second: str, why: str) -> None:
         raise ConfigError(
-            f"sampling.{first} = {getattr(params, first)!r} contradicts sampling.{second} ="
-            f" {getattr(params, second)!r}: {why}"
+            f"sampling.{first} = {_short(getattr(params, first))} contradicts sampling.{second} ="
+            f" {_short(getattr(params, second))}: {why}"
         )
 
     if params.min_new_tokens > params.max_new_tokens:
