@@ -102,6 +102,14 @@ def test_a_run_that_was_broken_off_leaves_nothing_behind(pool):
     assert all_drawn(found) != all_drawn(groups(pool.run(first)))
 
 
+def test_a_second_run_ends_the_first(pool):
+    first = pool.run(requests())
+    next(first)
+    assert len(list(pool.run(requests(3)))) == 3
+    with pytest.raises(RunError, match="another run was begun"):
+        list(first)
+
+
 def test_a_source_may_hold_back_while_something_is_under_way(pool):
     finished = []
 
