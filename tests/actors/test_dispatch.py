@@ -75,7 +75,7 @@ def test_with_a_single_attempt_nobody_waits_to_be_alone():
 
 
 def test_a_source_that_holds_back_is_stuck_only_if_nothing_runs():
-    book = ledger(iter([*named("a"), None, None]))
+    book = ledger(itertools.chain(named("a"), itertools.repeat(None)))
     a, _ = take(book)
     assert book.take(True) is None and not book.stuck
     book.settle(Answer(a.ticket, Group("a", ())), "worker-0")

@@ -123,7 +123,7 @@ def test_a_source_may_hold_back_while_something_is_under_way(pool):
         finished.append(outcome.request.prompt_id)
     assert finished == ["p0", "p1", "p2", "p3"]
     with pytest.raises(RunError, match="holds back"):
-        list(pool.run(iter([request("p0"), None, None])))
+        list(pool.run(itertools.chain([request("p0")], itertools.repeat(None))))
 
 
 def test_an_error_of_the_source_reaches_the_caller(pool):
