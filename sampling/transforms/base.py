@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
+from sampling.pytrees import Node
 from sampling.state import StepState
 
 FILTER = -float("inf")
@@ -20,14 +20,14 @@ class LogitsTransform(Protocol):
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array: ...
 
 
-class Transform(struct.PyTreeNode):
+class Transform(Node):
     """Base of the built-in transforms: a frozen dataclass whose numeric fields are pytree leaves.
 
-    Every field takes a scalar, the same for all rows, or a [rows] array. `NEUTRAL` holds the constructor arguments
-    with which the transform changes nothing.
+    Every field takes a scalar, the same for all rows, or a [rows] array; a set of ids takes [ids] or [rows, ids].
     """
 
     NEUTRAL: ClassVar[tuple[Any, ...]]
+    """Constructor arguments with which the transform changes nothing."""
     argmax_invariant: ClassVar[bool]
     """True if the best token of every row stays the best: such a stage cannot matter to a greedy row."""
 
@@ -54,6 +54,6 @@ def apply(transform: LogitsTransform, state: StepState, logits: jax.Array) -> ja
     return jax.lax.cond(jnp.all(neutral | ~state.active), lambda: logits, changed)
 
 
-def per_row(value: Any) -> jax.Array:
+def per_row(value: Any, dtype: Any = jnp.float32) -> jax.Array:
     """A scalar or [rows] parameter as [rows or 1, 1], to stand against [rows, vocab]."""
-    return jnp.reshape(jnp.asarray(value), (-1, 1))
+    return jnp.reshape(jnp.asarray(value, dtype), (-1, 1))

@@ -33,7 +33,7 @@ class Typical(Transform):
         probs = jnp.exp(log_probs)
         distance = jnp.abs(-log_probs - entropy(log_probs, probs)[:, None])
         order = ordered_bits(distance)
-        wanted = jnp.broadcast_to(per_row(self.mass).astype(jnp.float32)[:, 0], logits.shape[:1])
+        wanted = jnp.asarray(self.mass, jnp.float32)
 
         def too_little(threshold: jax.Array) -> jax.Array:
             return jnp.sum(jnp.where(order < threshold[:, None], probs, 0.0), axis=-1) < wanted
@@ -58,7 +58,7 @@ class EpsilonCutoff(Transform):
 
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
         probs = jax.nn.softmax(logits, axis=-1)
-        return _cut(logits, probs, per_row(self.epsilon).astype(jnp.float32))
+        return _cut(logits, probs, per_row(self.epsilon))
 
 
 class EtaCutoff(Transform):
@@ -77,7 +77,7 @@ class EtaCutoff(Transform):
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
         log_probs = jax.nn.log_softmax(logits, axis=-1)
         probs = jnp.exp(log_probs)
-        epsilon = per_row(self.epsilon).astype(jnp.float32)
+        epsilon = per_row(self.epsilon)
         eta = jnp.minimum(epsilon, jnp.sqrt(epsilon) * jnp.exp(-entropy(log_probs, probs))[:, None])
         return _cut(logits, probs, eta)
 
@@ -107,12 +107,14 @@ class TopH(Transform):
         present = probs > 0
         terms = jnp.where(present, -probs * jnp.where(present, log_probs, 0.0), 0.0)
         cumulative = jnp.cumsum(terms, axis=-1)
-        limit = per_row(self.fraction).astype(jnp.float32) * jnp.sum(terms, axis=-1, keepdims=True)
+        limit = per_row(self.fraction) * jnp.sum(terms, axis=-1, keepdims=True)
         first = jnp.arange(head.shape[1], dtype=jnp.int32)[None, :] == 0
         selected = first | ((cumulative <= limit) & present)
         row = jnp.arange(rows, dtype=jnp.int32)[:, None]
         keep = jnp.zeros((rows, vocab), bool).at[row, ids].set(selected)
-        return jnp.where(keep, logits, FILTER)
+        # A NaN with its sign bit set sorts last and would leave the head unseen: the row passes through undefined.
+        defined = jnp.isfinite(jnp.max(logits, axis=-1, keepdims=True))
+        return jnp.where(keep | ~defined, logits, FILTER)
 
 
 def entropy(log_probs: jax.Array, probs: jax.Array) -> jax.Array:

@@ -52,7 +52,7 @@ class TopP(Transform):
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
         best = jnp.max(logits, axis=-1, keepdims=True)
         mass = jnp.exp(logits - jnp.where(jnp.isfinite(best), best, 0.0))
-        tail = (1.0 - per_row(self.p).astype(jnp.float32)) * jnp.sum(mass, axis=-1, keepdims=True)
+        tail = (1.0 - per_row(self.p)) * jnp.sum(mass, axis=-1, keepdims=True)
         order = ordered_bits(logits)
 
         def removable(threshold: jax.Array) -> jax.Array:
@@ -91,4 +91,4 @@ class MinP(Transform):
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
         best = jnp.max(logits, axis=-1, keepdims=True)
         relative = jnp.exp(logits - jnp.where(jnp.isfinite(best), best, 0.0))
-        return jnp.where(relative < per_row(self.p).astype(jnp.float32), FILTER, logits)
+        return jnp.where(relative < per_row(self.p), FILTER, logits)

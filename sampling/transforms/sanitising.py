@@ -24,7 +24,7 @@ class RemoveInvalidValues(Transform):
         return ~jnp.asarray(self.enabled)
 
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
-        return jnp.where(per_row(self.enabled), jnp.nan_to_num(logits, nan=0.0), logits)
+        return jnp.where(per_row(self.enabled, bool), jnp.nan_to_num(logits, nan=0.0), logits)
 
 
 class Renormalize(Transform):
@@ -41,4 +41,4 @@ class Renormalize(Transform):
         return ~jnp.asarray(self.enabled)
 
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
-        return jnp.where(per_row(self.enabled), jax.nn.log_softmax(logits, axis=-1), logits)
+        return jnp.where(per_row(self.enabled, bool), jax.nn.log_softmax(logits, axis=-1), logits)

@@ -21,7 +21,7 @@ class Temperature(Transform):
         return jnp.asarray(self.value) == 1.0
 
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
-        return logits / per_row(self.value).astype(jnp.float32)
+        return logits / per_row(self.value)
 
 
 class Greedy(Transform):
@@ -42,4 +42,4 @@ class Greedy(Transform):
         ids = jnp.arange(logits.shape[-1], dtype=best.dtype)
         chosen = jnp.where(ids[None, :] == best[:, None], 0.0, FILTER)
         defined = jnp.isfinite(jnp.max(logits, axis=-1))
-        return jnp.where(per_row(self.enabled) & defined[:, None], chosen, logits)
+        return jnp.where(per_row(self.enabled, bool) & defined[:, None], chosen, logits)
