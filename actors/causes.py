@@ -26,8 +26,8 @@ def in_words(error: BaseException) -> str:
         case RayTaskError():
             return f"its engine raised {error_type(error)}: {error.cause}"
         case ActorDiedError():
-            details = [line.strip() for line in str(error).splitlines() if "exit detail" in line]
-            return f"its process died. {details[0] if details else ''}".rstrip()
+            _, _, detail = str(error).partition("Worker exit detail: ")
+            return f"its process died. {detail.partition(' Some common causes')[0]}".rstrip()
         case ActorUnavailableError():
             return "its process cannot be reached"
         case StopIteration():

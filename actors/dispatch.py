@@ -49,6 +49,7 @@ class Ledger:
 
     def __init__(self, requests: Iterable[Request | None], tickets: Iterator[int], max_attempts: int) -> None:
         self._fresh = iter(requests)
+        self._ahead: Request | None = None
         self._exhausted = False
         self._held_back = False
         self._tickets = tickets
@@ -56,15 +57,17 @@ class Ledger:
         self._retries: deque[_Case] = deque()
         self._running: dict[int, _Case] = {}
 
-    @property
     def done(self) -> bool:
-        """Whether every request has ended."""
-        return self._exhausted and not self._running and not self._retries
+        """Whether every request has ended. Looks for another one where nothing else is left, workers or not."""
+        if self._running or self._retries:
+            return False
+        self._ahead = self._ahead or self._pull()
+        return self._exhausted and self._ahead is None
 
     @property
     def stuck(self) -> bool:
         """Whether the caller holds requests back although no outcome is under way that could change its mind."""
-        return self._held_back and not (self._running or self._retries)
+        return self._held_back and not (self._ahead or self._running or self._retries)
 
     def take(self, idle: bool) -> tuple[Assignment, bool] | None:
         """The next request to be handed to a worker, and whether that worker must do nothing else meanwhile.
@@ -80,7 +83,7 @@ class Ledger:
             if idle or not alone:
                 del self._retries[place]
                 return self._run(case), alone
-        request = self._pull()
+        request, self._ahead = self._ahead or self._pull(), None
         return (self._run(_Case(request)), False) if request else None
 
     def settle(self, answer: Answer, worker: str) -> Outcome | None:

@@ -73,6 +73,7 @@ class WorkerPool:
         self._tickets = itertools.count()
         self._closing = contextlib.ExitStack()
         self._crew: Crew | None = None
+        self._current_run: object = None
 
     def __enter__(self) -> Self:
         """Starts the workers; returns when each is ready or given up.
@@ -120,20 +121,23 @@ class WorkerPool:
         """Answers every request exactly once, in the order in which the answers come.
 
         Requests are pulled only when a worker has room. A lost worker's requests go to others; no result depends on
-        who drew it, or how often it was tried.
+        who drew it, or how often it was tried. A pool does one run at a time: a new one ends the one before.
 
         Args:
             requests: may be endless, and may hold back: a None means "nothing now, ask again after an outcome".
             on_wait: called before each wait for something to happen, several times a second; shows progress.
         Raises:
             WorkerError: all workers are lost and their restarts spent.
-            RunError: the requests hold back although no outcome is to come.
+            RunError: the requests hold back although no outcome is to come, or another run was begun meanwhile.
         """
         crew = self._open_crew()
+        self._current_run = this_run = object()
         ledger = Ledger(requests, self._tickets, self._retry.max_group_attempts)
         while True:
+            if self._current_run is not this_run:
+                raise RunError("another run was begun on this pool; finish one before the next, or use two pools")
             self._hand_out(ledger, crew)
-            if ledger.done:
+            if ledger.done():
                 return
             if ledger.stuck:
                 raise RunError("the source of requests holds back although no outcome is to come")

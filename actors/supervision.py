@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from actors.causes import error_type, in_words, last_lines, require_agreement
 from actors.cluster import worker_options
 from actors.dispatch import Loss
 from actors.handle import WorkerHandle
-from actors.messages import NO_WORK, Answer, WorkerDescription, add_stats
+from actors.messages import NO_WORK, Answer, Report, WorkerDescription, add_stats
 from actors.spec import Deadlines, Placement, RetryPolicy, WorkerSpec
 from actors.worker import CONTROL, SamplingWorker
 from sampling.engine import EngineStats
@@ -98,8 +98,10 @@ class Crew:
         for worker in self._workers:
             if worker.actor is None and time.monotonic() >= worker.start_after:
                 self._launch(worker)
-        hearers = {ref: hearer for worker in self._workers for ref, hearer in self._awaited(worker)}
-        events = [event for ref in _arrived(list(hearers), timeout_s) for event in hearers[ref]()]
+        events: list[Event] = []
+        while arrived := self._arrived(timeout_s):
+            events += [event for hear in arrived for event in hear()]
+            timeout_s = 0
         # Judged after all that has arrived was heard, so that a driver which was busy convicts nobody.
         for worker in list(self._workers):
             if worker.actor is not None and (missed := self._missed_deadline(worker)):
@@ -116,6 +118,16 @@ class Crew:
         worker.started = time.monotonic()
         worker.starting = worker.actor.start.remote()
 
+    def _arrived(self, timeout_s: float) -> list[Callable[[], list[Event]]]:
+        """Waits for the first message, and returns what hears each that is there."""
+        hearers = {ref: hear for worker in self._workers for ref, hear in self._awaited(worker)}
+        if not hearers:
+            time.sleep(timeout_s)
+            return []
+        if timeout_s > 0:
+            ray.wait(list(hearers), num_returns=1, timeout=timeout_s)
+        return [hearers[ref] for ref in ray.wait(list(hearers), num_returns=len(hearers), timeout=0)[0]]
+
     def _awaited(self, worker: WorkerHandle) -> Iterator[tuple[Any, Callable[[], list[Event]]]]:
         """What may arrive from a worker, each with the function that hears it."""
         since_ping_s = time.monotonic() - worker.pinged
@@ -124,7 +136,7 @@ class Crew:
         if worker.starting is not None:
             yield worker.starting, lambda: self._hear(worker, self._description)
         if worker.stream is not None:
-            yield worker.stream, lambda: self._hear(worker, self._reports)
+            yield worker.stream, lambda: self._hear(worker, self._report)
         if worker.ping is not None:
             yield worker.ping, lambda: self._hear(worker, self._ping)
 
@@ -146,15 +158,13 @@ class Crew:
         worker.stream = worker.actor.serve.remote()
         return []
 
-    def _reports(self, worker: WorkerHandle) -> list[Event]:
-        answers: list[Answer] = []
-        while not answers or _arrived([worker.stream], 0):
-            report: Any = ray.get(next(worker.stream), timeout=FETCH_S)
-            worker.stats, worker.restarts = report.stats, 0
-            answers += report.answers
-            for answer in report.answers:
-                worker.release(answer.ticket)
-        return [Answered(worker.name, tuple(answers))]
+    def _report(self, worker: WorkerHandle) -> list[Event]:
+        item: Any = next(worker.stream)
+        report: Report = ray.get(item, timeout=FETCH_S)
+        worker.stats, worker.restarts = report.stats, 0
+        for answer in report.answers:
+            worker.release(answer.ticket)
+        return [Answered(worker.name, report.answers)]
 
     def _ping(self, worker: WorkerHandle) -> list[Event]:
         worker.stats = ray.get(worker.ping, timeout=FETCH_S)
@@ -218,13 +228,3 @@ def _account(worker: WorkerHandle, cause: BaseException) -> str:
     doing = f" while it worked on prompt {', '.join(prompts[:3])}{more}" if prompts else ""
     log = [f"  log: {line}" for line in last_lines(seen.log_files if seen else ())]
     return "\n".join([f"{worker.name}{place} was lost{doing}: {in_words(cause)}", *log])
-
-
-def _arrived(refs: Sequence[Any], timeout_s: float) -> list[Any]:
-    """Those of the references behind which something has arrived; waits for the first of them."""
-    if not refs:
-        time.sleep(timeout_s)
-        return []
-    if timeout_s > 0:
-        ray.wait(list(refs), num_returns=1, timeout=timeout_s)
-    return ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]

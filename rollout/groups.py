@@ -21,7 +21,7 @@ from rollout.trajectory import Trajectory
 from sampling.errors import PromptError
 from sampling.fingerprint import fingerprint_digest
 from sampling.params import SamplingParams
-from sampling.types import Completion, Request
+from sampling.types import Completion, Request, StopReason
 
 WINDOW_ROUNDS = 8
 """Samples dispatched ahead of the oldest unfinished prompt, as a multiple of all slots: what reordering may hold."""
@@ -102,7 +102,11 @@ class GroupSampler:
                 return self._failed(prompt, request.prompt_tokens, request.params, failure, worker)
 
     def _record(self, prompt: Prompt, completion: Completion, worker: str) -> Trajectory:
-        text = self._tokenizer.completion_text(completion.prompt_tokens, completion.completion_tokens)
+        tokens = completion.prompt_tokens, completion.completion_tokens
+        if completion.stop_reason is StopReason.STOP_STRING:
+            text = self._tokenizer.text_before_stop(*tokens, completion.params.stop)
+        else:
+            text = self._tokenizer.completion_text(*tokens)
         return Trajectory.from_completion(
             completion,
             text=text,

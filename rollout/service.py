@@ -81,6 +81,8 @@ class Rollouts:
     ) -> Iterator[TrajectoryGroup]:
         """Groups of trajectories, in the order of the prompts, each as soon as its turn has come.
 
+        One call at a time: the loop over one call's groups must have ended before the next call's begins.
+
         Args:
             prompts: text, or mappings with the fields of a prompt file ("prompt", "messages" or "prompt_tokens";
                 optionally "id", "n", "sampling", "metadata"). An id that is not given is the position, from 0.
@@ -91,7 +93,7 @@ class Rollouts:
                 a trajectory with `status` failed and its reason in `failure`.
         Raises:
             PromptError: a prompt is malformed, or its id is taken.
-            RunError: a sample failed, and on_failure is "raise".
+            RunError: a sample failed, and on_failure is "raise"; or another call was begun meanwhile.
             WorkerError: all workers were lost.
         """
         sampler = GroupSampler(

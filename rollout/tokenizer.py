@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rollout.prompts import Prompt
 from sampling.errors import PromptError
+from sampling.stop_strings import find_stop
+from sampling.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,6 +97,17 @@ class Tokenizer:
             min(len(before), len(both)),
         )
         return both[max(shared, len(before.rstrip("\N{REPLACEMENT CHARACTER}"))) :]
+
+    def text_before_stop(
+        self, prompt_tokens: np.ndarray, completion_tokens: np.ndarray, stop: Sequence[str]
+    ) -> str:
+        """Text of a completion that a stop string ended, without that string and what its last token adds after it."""
+        match = find_stop(self._vocabulary, prompt_tokens, completion_tokens, stop)
+        return match.excluded if match else self.completion_text(prompt_tokens, completion_tokens)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary.from_tokenizer(self._tokenizer)
 
     def _adds(self, bos: int) -> bool:
         return self._tokenizer("a")["input_ids"][:1] == [bos] and self._tokenizer("a", add_special_tokens=False)[

@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 
 from sampling.params import SamplingParams
-from sampling.transforms.ngrams import MAX_NGRAM
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,6 @@ class Capacity:
         sequences, sequence_len: entries of sequence_bias, and as many banned sequences; tokens of the longest.
         allowed: entries of allowed_token_ids.
         suppressed: entries of suppress_tokens, and as many of begin_suppress_tokens.
-        ngram: largest n-gram size.
         stop_strings, stop_bytes: stop strings; UTF-8 bytes of the longest.
         orders: named orders that the programs hold.
     """
@@ -30,7 +28,6 @@ class Capacity:
     sequence_len: int = 8
     allowed: int = 64
     suppressed: int = 64
-    ngram: int = MAX_NGRAM
     stop_strings: int = 4
     stop_bytes: int = 32
     orders: tuple[str, ...] = ("transformers",)
@@ -47,7 +44,6 @@ class Capacity:
             sequence_len=max(map(len, [*words, *sequences]), default=0),
             allowed=len(params.allowed_token_ids),
             suppressed=max(len(params.suppress_tokens), len(params.begin_suppress_tokens)),
-            ngram=max(params.no_repeat_ngram_size, params.prompt_no_repeat_ngram_size),
             stop_strings=len(params.stop),
             stop_bytes=max((len(text.encode()) for text in params.stop), default=0),
             orders=(params.order,),

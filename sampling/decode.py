@@ -232,17 +232,30 @@ def choose(policy: Policy, rows: StepState, logits: jax.Array, given: jax.Array,
         given: int32 [rows], NO_TOKEN where the token is to be drawn.
         tokenizer_len: ids from here on are removed.
     """
-    scores = policy.scores(rows, without_padded_ids(logits, tokenizer_len))
-    model, behaviour = Distribution.of(logits), Distribution.of(scores)
-    drawn = draw(behaviour, uniforms(rows.keys, rows.step))
-    tokens = jnp.where(given == NO_TOKEN, drawn, given)
-    return Choice(
-        tokens=tokens,
-        defined=behaviour.defined,
-        behaviour_logprobs=behaviour.logprobs(tokens),
-        model_logprobs=model.logprobs(tokens),
-        log_kept_mass=log_kept_mass(model, behaviour),
-    )
+    model = Distribution.of(logits)
+    uniform = uniforms(rows.keys, rows.step)
+
+    def taken(behaviour: Distribution, kept: jax.Array) -> Choice:
+        tokens = jnp.where(given == NO_TOKEN, draw(behaviour, uniform), given)
+        return Choice(
+            tokens=tokens,
+            defined=behaviour.masses.defined,
+            behaviour_logprobs=behaviour.logprobs(tokens),
+            model_logprobs=model.logprobs(tokens),
+            log_kept_mass=kept,
+        )
+
+    # A row that no stage touches is drawn from the model's own distribution, whatever its batch mates ask for; so a
+    # batch of such rows never looks at its scores twice.
+    untouched = policy.neutral(rows) & (tokenizer_len >= logits.shape[-1])
+    from_model = taken(model, jnp.zeros(untouched.shape, jnp.float32))
+
+    def through_chain() -> Choice:
+        scores = policy.scores(rows, without_padded_ids(logits, tokenizer_len))
+        from_chain = taken(Distribution.of(scores), log_kept_mass(scores, model))
+        return jax.tree.map(partial(jnp.where, untouched), from_model, from_chain)
+
+    return jax.lax.cond(jnp.all(untouched), lambda: from_model, through_chain)
 
 
 def without_padded_ids(logits: jax.Array, tokenizer_len: int) -> jax.Array:

@@ -14,48 +14,62 @@ BLOCK = 256
 """Token ids per block of the two-level cumulative mass; part of the numerics of a draw."""
 
 
-class Distribution(struct.PyTreeNode):
-    """A final distribution over the vocabulary, as the draw reads it.
+class Masses(struct.PyTreeNode):
+    """Sums over softmax weights exp(score - best), all that a draw needs besides the scores themselves.
 
     Attributes:
-        scores: float32 [rows, vocab]; a removed token is -inf.
-        best: float32 [rows], the largest score.
-        mass: float32 [rows, vocab], exp(scores - best), exactly 0 where removed.
-        block_mass: float32 [rows, blocks], the mass of each block of token ids.
-        total: float32 [rows], the sum of the mass.
+        best: float32 [rows], the largest score; 0 where the row is undefined.
+        blocks: float32 [rows, blocks], the weight of each block of token ids.
+        total: float32 [rows], the sum of the blocks.
         defined: bool [rows], False where the scores were NaN, +inf or all removed.
     """
 
-    scores: jax.Array
     best: jax.Array
-    mass: jax.Array
-    block_mass: jax.Array
+    blocks: jax.Array
     total: jax.Array
     defined: jax.Array
 
     @classmethod
-    def of(cls, scores: jax.Array) -> Distribution:
-        """The distribution softmax(scores), scores float32 [rows, vocab]."""
-        rows, vocab = scores.shape
+    def of(cls, scores: jax.Array) -> Masses:
+        """Of scores float32 [rows, vocab], a removed token at -inf."""
         best = jnp.max(scores, axis=-1)
         defined = jnp.isfinite(best)
-        safe_best = jnp.where(defined, best, 0.0)
-        mass = jnp.exp(scores - safe_best[:, None])
-        padded = jnp.pad(mass, ((0, 0), (0, -vocab % BLOCK)))
-        block_mass = jnp.sum(padded.reshape(rows, -1, BLOCK), axis=-1)
-        return cls(scores, safe_best, mass, block_mass, jnp.sum(block_mass, axis=-1), defined)
+        best = jnp.where(defined, best, 0.0)
+        blocks = sum_blocks(jnp.exp(scores - best[:, None]))
+        return cls(best, blocks, jnp.sum(blocks, axis=-1), defined)
+
+
+class Distribution(struct.PyTreeNode):
+    """softmax(scores), with the sums that belong to it.
+
+    Attributes:
+        scores: float32 [rows, vocab]; a removed token is -inf.
+        masses: sums over the scores.
+    """
+
+    scores: jax.Array
+    masses: Masses
+
+    @classmethod
+    def of(cls, scores: jax.Array) -> Distribution:
+        """The distribution softmax(scores), scores float32 [rows, vocab]."""
+        return cls(scores, Masses.of(scores))
 
     def logprobs(self, tokens: jax.Array) -> jax.Array:
         """Log-probability of one token per row, float32 [rows] in nats; -inf where the token was removed."""
         score = jnp.take_along_axis(self.scores, tokens[:, None], axis=-1)[:, 0]
-        return (score - self.best) - jnp.log(self.total)
+        return (score - self.masses.best) - jnp.log(self.masses.total)
+
+    def probabilities(self) -> jax.Array:
+        """float32 [rows, vocab], 0 where removed."""
+        return jnp.exp(self.scores - self.masses.best[:, None]) / self.masses.total[:, None]
 
 
 def draw(distribution: Distribution, uniform: jax.Array) -> jax.Array:
     """Draws one token per row: the first id whose cumulative mass exceeds uniform * total.
 
-    Only ids with mass can be chosen. Where rounding leaves no such id, the last id with mass is taken. A row whose
-    distribution is undefined gets id 0, for the caller to discard.
+    Only ids of the support can be chosen. Where rounding leaves no such id, the last one of the support is taken. A row
+    whose distribution is undefined gets id 0, for the caller to discard.
 
     Args:
         distribution: final distributions of the rows.
@@ -63,11 +77,11 @@ def draw(distribution: Distribution, uniform: jax.Array) -> jax.Array:
     Returns:
         int32 [rows].
     """
-    vocab = distribution.scores.shape[-1]
-    target = uniform * distribution.total
-    blocks = distribution.block_mass
-    cumulative = jnp.cumsum(blocks, axis=-1)
-    block = _first_or_last(cumulative > target[:, None], blocks > 0)
+    scores, masses = distribution.scores, distribution.masses
+    vocab = scores.shape[-1]
+    target = uniform * masses.total
+    cumulative = jnp.cumsum(masses.blocks, axis=-1)
+    block = _first_or_last(cumulative > target[:, None], masses.blocks > 0)
 
     before = jnp.where(
         block > 0,
@@ -75,12 +89,26 @@ def draw(distribution: Distribution, uniform: jax.Array) -> jax.Array:
         0.0,
     )
     ids = block[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None, :]
-    inside = jnp.take_along_axis(distribution.mass, jnp.minimum(ids, vocab - 1), axis=-1)
-    inside = jnp.where(ids < vocab, inside, 0.0)
-    within = before[:, None] + jnp.cumsum(inside, axis=-1)
-    offset = _first_or_last(within > target[:, None], inside > 0)
-    token = block * BLOCK + offset
-    return jnp.where(distribution.defined, token, 0).astype(jnp.int32)
+    inside = jnp.take_along_axis(scores, jnp.minimum(ids, vocab - 1), axis=-1)
+    inside = jnp.where(ids < vocab, inside, -jnp.inf)
+    within = before[:, None] + jnp.cumsum(jnp.exp(inside - masses.best[:, None]), axis=-1)
+    offset = _first_or_last(within > target[:, None], inside > -jnp.inf)
+    return jnp.where(masses.defined, block * BLOCK + offset, 0).astype(jnp.int32)
+
+
+def log_kept_mass(scores: jax.Array, model: Distribution) -> jax.Array:
+    """Log of the model's probability mass on the tokens that `scores` leaves; float32 [rows], 0 if it leaves all."""
+    weights = jnp.exp(model.scores - model.masses.best[:, None])
+    kept = sum_blocks(jnp.where(jnp.isneginf(scores), 0.0, weights))
+    # Summed as the model's total is, so that nothing removed gives log 1 = 0 to the bit.
+    return jnp.log(jnp.sum(kept, axis=-1) / model.masses.total)
+
+
+def sum_blocks(weights: jax.Array) -> jax.Array:
+    """Sums over blocks of token ids: float32 [rows, vocab] to [rows, blocks]."""
+    rows, vocab = weights.shape
+    padded = jnp.pad(weights, ((0, 0), (0, -vocab % BLOCK)))
+    return jnp.sum(padded.reshape(rows, -1, BLOCK), axis=-1)
 
 
 def _first_or_last(reached: jax.Array, possible: jax.Array) -> jax.Array:
@@ -92,12 +120,3 @@ def _first_or_last(reached: jax.Array, possible: jax.Array) -> jax.Array:
     first = jnp.argmax(hit, axis=-1).astype(jnp.int32)
     last = possible.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1).astype(jnp.int32)
     return jnp.where(jnp.any(hit, axis=-1), first, last)
-
-
-def log_kept_mass(model: Distribution, behaviour: Distribution) -> jax.Array:
-    """Log of the model's probability mass on the support of `behaviour`; float32 [rows], 0 where nothing is removed."""
-    kept = jnp.where(jnp.isneginf(behaviour.scores), 0.0, model.mass)
-    vocab = kept.shape[-1]
-    kept = jnp.pad(kept, ((0, 0), (0, -vocab % BLOCK))).reshape(kept.shape[0], -1, BLOCK)
-    # Summed exactly as Distribution.of sums the total, so that a full support gives log 1 = 0 to the bit.
-    return jnp.log(jnp.sum(jnp.sum(kept, axis=-1), axis=-1) / model.total)

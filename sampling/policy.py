@@ -50,7 +50,8 @@ from sampling.transforms import (
     TopP,
     Transform,
     Typical,
-    apply,
+    apply_all,
+    neutral_rows,
 )
 from sampling.vocabulary import Vocabulary
 
@@ -97,7 +98,7 @@ class Policy(struct.PyTreeNode):
 
     transforms: dict[str, Transform]
     stopping: tuple[StoppingRule, ...]
-    order: ArrayLike
+    order: ArrayLike = 0
     orders: tuple[str, ...] = struct.field(pytree_node=False, default=("transformers",))
 
     def scores(self, state: StepState, logits: jax.Array) -> jax.Array:
@@ -107,12 +108,16 @@ class Policy(struct.PyTreeNode):
             rows = state.replace(active=state.active & chosen)
 
             def in_order(logits: jax.Array, name: str = name, rows: StepState = rows) -> jax.Array:
-                for stage in STAGES[name]:
-                    logits = apply(self.transforms[stage], rows, logits)
-                return logits
+                return apply_all([self.transforms[stage] for stage in STAGES[name]], rows, logits)
 
+            if len(self.orders) == 1:
+                return in_order(logits)
             logits = jax.lax.cond(jnp.any(rows.active), in_order, lambda logits: logits, logits)
         return logits
+
+    def neutral(self, state: StepState) -> jax.Array:
+        """bool [rows]: rows whose scores are the model's own, no stage changing anything."""
+        return neutral_rows(self.transforms.values(), state)
 
     def stop_codes(self, before: StepState, after: StepState, tokens: jax.Array) -> jax.Array:
         """Why each row ends with the token just committed: StopReason.code, int32 [rows]; 0 if it goes on."""
@@ -164,10 +169,8 @@ def lower(params: SamplingParams, capacity: Capacity | None = None) -> Policy:
         "repetition_penalty": RepetitionPenalty(np.float32(params.repetition_penalty)),
         "frequency_penalty": FrequencyPenalty(np.float32(params.frequency_penalty)),
         "presence_penalty": PresencePenalty(np.float32(params.presence_penalty)),
-        "no_repeat_ngram_size": NoRepeatNGram(np.int32(params.no_repeat_ngram_size), longest=capacity.ngram),
-        "prompt_no_repeat_ngram_size": PromptNoRepeatNGram(
-            np.int32(params.prompt_no_repeat_ngram_size), longest=capacity.ngram
-        ),
+        "no_repeat_ngram_size": NoRepeatNGram(np.int32(params.no_repeat_ngram_size)),
+        "prompt_no_repeat_ngram_size": PromptNoRepeatNGram(np.int32(params.prompt_no_repeat_ngram_size)),
         "bad_words": _sequences(banned, capacity),
         "min_length": MinLength(np.int32(params.min_length), ends),
         "min_new_tokens": MinNewTokens(np.int32(params.min_new_tokens), ends),

@@ -6,9 +6,9 @@ from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.typing import ArrayLike
 
+from sampling.pytrees import Node
 from sampling.state import NO_TOKEN, StepState
 from sampling.types import StopReason
 
@@ -22,7 +22,7 @@ class Stopping(Protocol):
     def __call__(self, state: StepState, tokens: jax.Array) -> jax.Array: ...
 
 
-class StoppingRule(struct.PyTreeNode):
+class StoppingRule(Node):
     """Base of the built-in rules: a frozen dataclass of leaves, and the reason that its rows end with."""
 
     reason: ClassVar[StopReason]
@@ -32,13 +32,26 @@ class StoppingRule(struct.PyTreeNode):
 
 
 class EndOfSequence(StoppingRule):
-    """Ends a row that drew one of the ids in `eos`: int32 [ids], or [rows, ids] filled up with NO_TOKEN."""
+    """Ends a row that drew one of the ids in `eos`: int32 [ids], or [rows, ids] filled up with NO_TOKEN.
+
+    Source: Transformers' EosTokenCriteria.
+    """
 
     eos: ArrayLike
     reason = StopReason.EOS
 
     def __call__(self, state: StepState, tokens: jax.Array) -> jax.Array:
-        return _drew_one_of(self.eos, tokens)
+        return _among(tokens, self.eos)
+
+
+class StopTokens(StoppingRule):
+    """Ends a row that drew one of the request's own `tokens`: int32 [ids], or [rows, ids] filled up with NO_TOKEN."""
+
+    tokens: ArrayLike
+    reason = StopReason.STOP_TOKEN
+
+    def __call__(self, state: StepState, tokens: jax.Array) -> jax.Array:
+        return _among(tokens, self.tokens)
 
 
 class MaxNewTokens(StoppingRule):
@@ -51,18 +64,11 @@ class MaxNewTokens(StoppingRule):
         return state.step >= jnp.asarray(self.count, jnp.int32)
 
 
-class StopTokens(StoppingRule):
-    """Ends a row that drew one of the request's stop ids: int32 [ids], or [rows, ids] filled up with NO_TOKEN."""
-
-    tokens: ArrayLike
-    reason = StopReason.STOP_TOKEN
-
-    def __call__(self, state: StepState, tokens: jax.Array) -> jax.Array:
-        return _drew_one_of(self.tokens, tokens)
-
-
 class MaxLength(StoppingRule):
-    """Ends a row once prompt and completion together hold `length` tokens; a scalar or [rows]."""
+    """Ends a row once prompt and completion together hold `length` tokens; a scalar or [rows].
+
+    Source: Transformers' MaxLengthCriteria.
+    """
 
     length: ArrayLike
     reason = StopReason.LENGTH
@@ -71,7 +77,7 @@ class MaxLength(StoppingRule):
         return state.total() >= jnp.asarray(self.length, jnp.int32)
 
 
-def _drew_one_of(ids: ArrayLike, tokens: jax.Array) -> jax.Array:
+def _among(tokens: jax.Array, ids: ArrayLike) -> jax.Array:
     ids = jnp.asarray(ids, jnp.int32)
     ids = ids if ids.ndim == 2 else jnp.reshape(ids, (1, -1))
     return jnp.any((tokens[:, None] == ids) & (ids != NO_TOKEN), axis=-1)

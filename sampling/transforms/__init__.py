@@ -1,16 +1,10 @@
 """Logits transforms, one family a file."""
 
-from sampling.transforms.base import FILTER, LogitsTransform, Transform, apply
+from sampling.transforms.base import FILTER, LogitsTransform, Transform, apply, apply_all, neutral_rows
 from sampling.transforms.biases import LogitBias, SequenceBias, bad_words, sequence_bias
 from sampling.transforms.entropy_filters import EpsilonCutoff, EtaCutoff, TopH, Typical
 from sampling.transforms.filters import MinP, TopK, TopP
-from sampling.transforms.lengths import (
-    ExponentialDecayLengthPenalty,
-    ForcedBOS,
-    ForcedEOS,
-    MinLength,
-    MinNewTokens,
-)
+from sampling.transforms.lengths import ExponentialDecayLengthPenalty, ForcedBOS, ForcedEOS, MinLength, MinNewTokens
 from sampling.transforms.masks import AllowedTokens, BeginSuppressTokens, SuppressTokens
 from sampling.transforms.ngrams import NoRepeatNGram, PromptNoRepeatNGram
 from sampling.transforms.penalties import (
@@ -54,6 +48,8 @@ __all__ = [
     "Transform",
     "Typical",
     "apply",
+    "apply_all",
     "bad_words",
+    "neutral_rows",
     "sequence_bias",
 ]

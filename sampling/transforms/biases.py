@@ -6,7 +6,7 @@ NO_TOKEN.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from sampling.errors import ConfigError
 from sampling.state import NO_TOKEN, StepState
 from sampling.transforms.base import FILTER, Transform
+from sampling.transforms.masks import is_empty
 
 
 class SequenceBias(Transform):
@@ -35,6 +36,7 @@ class SequenceBias(Transform):
     sequences: ArrayLike
     lengths: ArrayLike
     bias: ArrayLike
+    NEUTRAL = (((NO_TOKEN,),), (0,), (0.0,))
     argmax_invariant = False
 
     def is_neutral(self) -> jax.Array:
@@ -42,12 +44,12 @@ class SequenceBias(Transform):
 
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
         rows = logits.shape[0]
-        sequences, lengths, bias = jnp.asarray(self.sequences), jnp.asarray(self.lengths), jnp.asarray(self.bias)
+        sequences, lengths = jnp.asarray(self.sequences, jnp.int32), jnp.asarray(self.lengths, jnp.int32)
         sequences = sequences if sequences.ndim == 3 else sequences[None]
         count, longest = sequences.shape[1:]
         sequences = jnp.broadcast_to(sequences, (rows, count, longest))
         lengths = jnp.broadcast_to(lengths, (rows, count))
-        bias = jnp.broadcast_to(bias.astype(jnp.float32), (rows, count))
+        bias = jnp.broadcast_to(jnp.asarray(self.bias, jnp.float32), (rows, count))
 
         matches = lengths > 0
         suffix = state.ended_with(max(longest - 1, 1))
@@ -72,6 +74,7 @@ class LogitBias(Transform):
 
     tokens: Any
     bias: Any = None
+    NEUTRAL = ({},)
     argmax_invariant = False
 
     def __post_init__(self) -> None:
@@ -81,10 +84,10 @@ class LogitBias(Transform):
             object.__setattr__(self, "bias", np.array(list(entries.values()), np.float32))
 
     def is_neutral(self) -> jax.Array:
-        return jnp.all(jnp.asarray(self.tokens) == NO_TOKEN, axis=-1)
+        return is_empty(self.tokens)
 
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
-        tokens, bias = jnp.asarray(self.tokens), jnp.asarray(self.bias, jnp.float32)
+        tokens, bias = jnp.asarray(self.tokens, jnp.int32), jnp.asarray(self.bias, jnp.float32)
         shape = (logits.shape[0], tokens.shape[-1])
         return _add(logits, jnp.broadcast_to(tokens, shape), jnp.broadcast_to(bias, shape))
 
@@ -92,7 +95,7 @@ class LogitBias(Transform):
 def _add(logits: jax.Array, tokens: jax.Array, bias: jax.Array) -> jax.Array:
     """Adds up each row's biases, in order, and adds the sums to the scores; a removed token stays removed."""
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    index = jnp.where(tokens == NO_TOKEN, logits.shape[1], tokens)
+    index = jnp.where(tokens < 0, logits.shape[1], tokens)
     total = jnp.zeros_like(logits).at[row, index].add(bias, mode="drop")
     return jnp.where(jnp.isneginf(logits), FILTER, logits + total)
 
@@ -103,22 +106,7 @@ def sequence_bias(entries: Mapping[Sequence[int], float] | Sequence[tuple[Sequen
     Raises:
         ConfigError: there is no entry, a sequence is empty or repeated, an id is negative, or a bias is NaN or +inf.
     """
-    pairs = list(entries.items()) if isinstance(entries, Mapping) else [(ids, bias) for ids, bias in entries]
-    sequences = [tuple(int(token) for token in ids) for ids, _ in pairs]
-    if not pairs:
-        raise ConfigError("sequence_bias: expected at least one sequence, got none")
-    for ids, (_, bias) in zip(sequences, pairs, strict=True):
-        if not ids or min(ids) < 0:
-            raise ConfigError(f"sequence_bias: expected a sequence of token ids >= 0, got {list(ids)}")
-        if sequences.count(ids) > 1:
-            raise ConfigError(f"sequence_bias: the sequence {list(ids)} is given more than once")
-        if np.isnan(bias) or bias == np.inf:
-            raise ConfigError(f"sequence_bias: expected a number or -inf for {list(ids)}, got {bias}")
-    table = np.full((len(pairs), max(map(len, sequences))), NO_TOKEN, np.int32)
-    for place, ids in enumerate(sequences):
-        table[place, : len(ids)] = ids
-    lengths = np.array([len(ids) for ids in sequences], np.int32)
-    return SequenceBias(table, lengths, np.array([bias for _, bias in pairs], np.float32))
+    return _table("sequence_bias", entries.items() if isinstance(entries, Mapping) else entries)
 
 
 def bad_words(ids: Sequence[Sequence[int]], eos_id: int | Sequence[int] | None = None) -> SequenceBias:
@@ -126,10 +114,31 @@ def bad_words(ids: Sequence[Sequence[int]], eos_id: int | Sequence[int] | None =
 
     Source: Transformers' NoBadWordsLogitsProcessor.
     Raises:
-        ConfigError: as `sequence_bias`.
+        ConfigError: there is no word, a word is empty, or an id is negative.
     """
-    eos = {eos_id} if isinstance(eos_id, int) else set(eos_id or ())
-    kept = [tuple(word) for word in ids if not (len(word) == 1 and word[0] in eos)]
-    if ids and not kept:
-        return SequenceBias(np.full((1, 1), NO_TOKEN, np.int32), np.zeros(1, np.int32), np.zeros(1, np.float32))
-    return sequence_bias(dict.fromkeys(kept, FILTER))
+    eos = [] if eos_id is None else np.atleast_1d(eos_id).tolist()
+    words = dict.fromkeys(tuple(word) for word in ids)
+    kept = [word for word in words if not (len(word) == 1 and word[0] in eos)]
+    if words and not kept:
+        return SequenceBias(*SequenceBias.NEUTRAL)
+    return _table("bad_words", [(word, FILTER) for word in kept])
+
+
+def _table(where: str, entries: Iterable[tuple[Sequence[int], float]]) -> SequenceBias:
+    biases: dict[tuple[int, ...], float] = {}
+    for ids, bias in entries:
+        sequence = tuple(int(token) for token in ids)
+        if not sequence or min(sequence) < 0:
+            raise ConfigError(f"{where}: expected a sequence of token ids >= 0, got {list(sequence)}")
+        if sequence in biases:
+            raise ConfigError(f"{where}: the sequence {list(sequence)} is given more than once")
+        if np.isnan(bias) or bias == np.inf:
+            raise ConfigError(f"{where}: expected a number or -inf for {list(sequence)}, got {bias}")
+        biases[sequence] = bias
+    if not biases:
+        raise ConfigError(f"{where}: expected at least one sequence of token ids, got none")
+    table = np.full((len(biases), max(map(len, biases))), NO_TOKEN, np.int32)
+    for place, sequence in enumerate(biases):
+        table[place, : len(sequence)] = sequence
+    lengths = np.array([len(sequence) for sequence in biases], np.int32)
+    return SequenceBias(table, lengths, np.array(list(biases.values()), np.float32))

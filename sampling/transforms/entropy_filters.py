@@ -5,17 +5,31 @@ Numerical reference: Transformers' logits_process.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.typing import ArrayLike
 
+from sampling.pytrees import Node
 from sampling.state import StepState
-from sampling.transforms.base import FILTER, Transform, per_row
+from sampling.transforms.base import FILTER, RowwiseTransform, per_row
+from sampling.transforms.cuts import Cut, CutFilter, cut_among_ties, cut_below
+from sampling.transforms.sanitising import LogTotal
 from sampling.transforms.thresholds import from_ordered_bits, largest, ordered_bits
 
 
-class Typical(Transform):
+class TypicalSet(Node):
+    """What `Typical` keeps: tokens whose surprise is within `distance` of the entropy. float32 [rows] each, nats."""
+
+    total: LogTotal
+    entropy: Any
+    distance: Any
+
+
+class Typical(RowwiseTransform):
     """Keeps the tokens whose surprise is nearest to the entropy, until they hold probability `mass`; 1 is off.
 
     Source: Meister et al. 2022, arXiv:2202.00666; Transformers' TypicalLogitsWarper.
@@ -28,22 +42,29 @@ class Typical(Transform):
     def is_neutral(self) -> jax.Array:
         return jnp.asarray(self.mass) >= 1.0
 
-    def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
-        log_probs = jax.nn.log_softmax(logits, axis=-1)
+    def summary(self, state: StepState, logits: jax.Array) -> TypicalSet:
+        total = LogTotal.of(logits)
+        log_probs = total.normalize(logits)
         probs = jnp.exp(log_probs)
-        distance = jnp.abs(-log_probs - entropy(log_probs, probs)[:, None])
-        order = ordered_bits(distance)
-        wanted = jnp.broadcast_to(per_row(self.mass).astype(jnp.float32)[:, 0], logits.shape[:1])
+        typical = entropy(log_probs, probs)
+        order = ordered_bits(jnp.abs(-log_probs - typical[:, None]))
+        wanted = jnp.asarray(self.mass, jnp.float32)
 
         def too_little(threshold: jax.Array) -> jax.Array:
             return jnp.sum(jnp.where(order < threshold[:, None], probs, 0.0), axis=-1) < wanted
 
         # The smallest distance within which the mass is reached; all tokens if rounding keeps it from being reached.
-        edge = largest(too_little, logits.shape[0])
-        return jnp.where(distance > from_ordered_bits(edge)[:, None], FILTER, logits)
+        return TypicalSet(total, typical, from_ordered_bits(largest(too_little, logits.shape[0])))
+
+    def idle(self) -> TypicalSet:
+        return TypicalSet(LogTotal.zero(), np.float32(0), np.float32(np.inf))
+
+    def finish(self, logits: jax.Array, summary: TypicalSet) -> jax.Array:
+        distance = jnp.abs(-summary.total.normalize(logits) - summary.entropy[:, None])
+        return jnp.where(distance > summary.distance[:, None], FILTER, logits)
 
 
-class EpsilonCutoff(Transform):
+class EpsilonCutoff(CutFilter):
     """Removes tokens of probability below `epsilon`, but never the best; 0 is off.
 
     Source: Hewitt et al. 2022, arXiv:2210.15191; Transformers' EpsilonLogitsWarper.
@@ -51,17 +72,15 @@ class EpsilonCutoff(Transform):
 
     epsilon: ArrayLike
     NEUTRAL = (0.0,)
-    argmax_invariant = True
 
     def is_neutral(self) -> jax.Array:
         return jnp.asarray(self.epsilon) <= 0.0
 
-    def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
-        probs = jax.nn.softmax(logits, axis=-1)
-        return _cut(logits, probs, per_row(self.epsilon).astype(jnp.float32))
+    def summary(self, state: StepState, logits: jax.Array) -> Cut:
+        return _cut_improbable(logits, jax.nn.softmax(logits, axis=-1), per_row(self.epsilon))
 
 
-class EtaCutoff(Transform):
+class EtaCutoff(CutFilter):
     """Removes tokens of probability below min(epsilon, sqrt(epsilon) * exp(-entropy)), but never the best; 0 is off.
 
     Source: Hewitt et al. 2022, arXiv:2210.15191; Transformers' EtaLogitsWarper.
@@ -69,20 +88,19 @@ class EtaCutoff(Transform):
 
     epsilon: ArrayLike
     NEUTRAL = (0.0,)
-    argmax_invariant = True
 
     def is_neutral(self) -> jax.Array:
         return jnp.asarray(self.epsilon) <= 0.0
 
-    def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
+    def summary(self, state: StepState, logits: jax.Array) -> Cut:
         log_probs = jax.nn.log_softmax(logits, axis=-1)
         probs = jnp.exp(log_probs)
-        epsilon = per_row(self.epsilon).astype(jnp.float32)
+        epsilon = per_row(self.epsilon)
         eta = jnp.minimum(epsilon, jnp.sqrt(epsilon) * jnp.exp(-entropy(log_probs, probs))[:, None])
-        return _cut(logits, probs, eta)
+        return _cut_improbable(logits, probs, eta)
 
 
-class TopH(Transform):
+class TopH(CutFilter):
     """Keeps the best tokens while their cumulative entropy stays within `fraction` of the head's total; 0 is off.
 
     The head is the `candidates` best tokens, renormalised. The best token always stays. A removed token inside the head
@@ -94,25 +112,26 @@ class TopH(Transform):
     fraction: ArrayLike
     candidates: int = struct.field(pytree_node=False, default=100)
     NEUTRAL = (0.0,)
-    argmax_invariant = True
 
     def is_neutral(self) -> jax.Array:
         return jnp.asarray(self.fraction) <= 0.0
 
-    def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
-        rows, vocab = logits.shape
-        head, ids = jax.lax.top_k(logits, min(self.candidates, vocab))
+    def summary(self, state: StepState, logits: jax.Array) -> Cut:
+        head, _ = jax.lax.top_k(logits, min(self.candidates, logits.shape[-1]))
         log_probs = jax.nn.log_softmax(head, axis=-1)
         probs = jnp.exp(log_probs)
         present = probs > 0
         terms = jnp.where(present, -probs * jnp.where(present, log_probs, 0.0), 0.0)
         cumulative = jnp.cumsum(terms, axis=-1)
-        limit = per_row(self.fraction).astype(jnp.float32) * jnp.sum(terms, axis=-1, keepdims=True)
+        limit = per_row(self.fraction) * jnp.sum(terms, axis=-1, keepdims=True)
         first = jnp.arange(head.shape[1], dtype=jnp.int32)[None, :] == 0
         selected = first | ((cumulative <= limit) & present)
-        row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-        keep = jnp.zeros((rows, vocab), bool).at[row, ids].set(selected)
-        return jnp.where(keep, logits, FILTER)
+
+        score = jnp.min(jnp.where(selected, head, jnp.inf), axis=-1)
+        kept_ties = jnp.sum(selected & (head == score[:, None]), axis=-1, keepdims=True)
+        # A NaN with its sign bit set sorts last and would leave the head unseen: the row passes through undefined.
+        score = jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), score, FILTER)
+        return cut_among_ties(logits, score, lambda rank, _: rank <= kept_ties)
 
 
 def entropy(log_probs: jax.Array, probs: jax.Array) -> jax.Array:
@@ -121,6 +140,6 @@ def entropy(log_probs: jax.Array, probs: jax.Array) -> jax.Array:
     return -jnp.sum(probs * finite, axis=-1)
 
 
-def _cut(logits: jax.Array, probs: jax.Array, threshold: jax.Array) -> jax.Array:
+def _cut_improbable(logits: jax.Array, probs: jax.Array, threshold: jax.Array) -> Cut:
     best = jnp.max(logits, axis=-1, keepdims=True)
-    return jnp.where((probs < threshold) & (logits < best), FILTER, logits)
+    return cut_below(logits, ~((probs < threshold) & (logits < best)))

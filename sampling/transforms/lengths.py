@@ -1,6 +1,6 @@
 """When a row may end, and when it must: minimum lengths, forced tokens, growing pressure to stop.
 
-Every `eos` is a set of token ids, int32 [ids] or [rows, ids], unused places at NO_TOKEN; a single id is a set of one.
+Every `eos` is a set of token ids, as in masks.py.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ class MinLength(Transform):
 
     length: ArrayLike
     eos: ArrayLike
+    NEUTRAL = (0, NO_TOKEN)
     argmax_invariant = False
 
     def is_neutral(self) -> jax.Array:
-        return (jnp.asarray(self.length) <= 0) | is_empty(as_set(self.eos))
+        return (jnp.asarray(self.length) <= 0) | is_empty(self.eos)
 
     def holds_back(self, state: StepState) -> jax.Array:
         """bool [rows]: the row may not end with its next token."""
         return state.total() < jnp.asarray(self.length, jnp.int32)
 
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
-        return jnp.where(self.holds_back(state)[:, None] & members(as_set(self.eos), logits.shape), FILTER, logits)
+        return jnp.where(self.holds_back(state)[:, None] & members(self.eos, logits.shape), FILTER, logits)
 
 
 class MinNewTokens(Transform):
@@ -45,17 +46,18 @@ class MinNewTokens(Transform):
 
     count: ArrayLike
     eos: ArrayLike
+    NEUTRAL = (0, NO_TOKEN)
     argmax_invariant = False
 
     def is_neutral(self) -> jax.Array:
-        return (jnp.asarray(self.count) <= 0) | is_empty(as_set(self.eos))
+        return (jnp.asarray(self.count) <= 0) | is_empty(self.eos)
 
     def holds_back(self, state: StepState) -> jax.Array:
         """bool [rows]: the row may not end with its next token."""
         return state.step < jnp.asarray(self.count, jnp.int32)
 
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
-        return jnp.where(self.holds_back(state)[:, None] & members(as_set(self.eos), logits.shape), FILTER, logits)
+        return jnp.where(self.holds_back(state)[:, None] & members(self.eos, logits.shape), FILTER, logits)
 
 
 class ForcedBOS(Transform):
@@ -73,7 +75,7 @@ class ForcedBOS(Transform):
 
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
         ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
-        forced = jnp.where(ids == per_row(self.token).astype(jnp.int32), 0.0, FILTER)
+        forced = jnp.where(ids == per_row(self.token, jnp.int32), 0.0, FILTER)
         return jnp.where((state.total() == 1)[:, None], forced, logits)
 
 
@@ -87,15 +89,16 @@ class ForcedEOS(Transform):
 
     eos: ArrayLike
     max_length: Any = None
+    NEUTRAL = (NO_TOKEN,)
     argmax_invariant = False
 
     def is_neutral(self) -> jax.Array:
-        return is_empty(as_set(self.eos))
+        return is_empty(self.eos)
 
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
         own = jnp.asarray(0 if self.max_length is None else self.max_length, jnp.int32)
         end = jnp.where(own > 0, own, state.limit)
-        forced = jnp.where(members(as_set(self.eos), logits.shape), 0.0, FILTER)
+        forced = jnp.where(members(self.eos, logits.shape), 0.0, FILTER)
         return jnp.where((state.total() == end - 1)[:, None], forced, logits)
 
 
@@ -110,18 +113,14 @@ class ExponentialDecayLengthPenalty(Transform):
     start: ArrayLike
     factor: ArrayLike
     eos: ArrayLike
+    NEUTRAL = (0, 1.0, NO_TOKEN)
     argmax_invariant = False
 
     def is_neutral(self) -> jax.Array:
-        return (jnp.asarray(self.factor) == 1.0) | is_empty(as_set(self.eos))
+        return (jnp.asarray(self.factor) == 1.0) | is_empty(self.eos)
 
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
         excess = state.step - jnp.asarray(self.start, jnp.int32)
         growth = jnp.power(jnp.asarray(self.factor, jnp.float32), jnp.maximum(excess, 0).astype(jnp.float32)) - 1.0
-        touched = (excess > 0)[:, None] & members(as_set(self.eos), logits.shape) & jnp.isfinite(logits)
+        touched = (excess > 0)[:, None] & members(self.eos, logits.shape) & jnp.isfinite(logits)
         return jnp.where(touched, logits + jnp.abs(logits) * growth[:, None], logits)
-
-
-def as_set(ids: ArrayLike) -> jax.Array:
-    """A set of ids from a set or from a single id."""
-    return jnp.atleast_1d(jnp.asarray(ids, jnp.int32))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
+from sampling.pytrees import Node
 from sampling.state import StepState
-from sampling.transforms.base import Transform, per_row
+from sampling.transforms.base import RowwiseTransform, Transform, per_row
 
 
 class RemoveInvalidValues(Transform):
@@ -24,10 +28,33 @@ class RemoveInvalidValues(Transform):
         return ~jnp.asarray(self.enabled)
 
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
-        return jnp.where(per_row(self.enabled), jnp.nan_to_num(logits, nan=0.0), logits)
+        return jnp.where(per_row(self.enabled, bool), jnp.nan_to_num(logits, nan=0.0), logits)
 
 
-class Renormalize(Transform):
+class LogTotal(Node):
+    """The log of each row's sum of exp(score), in two parts of which the first is the best score. float32 [rows]."""
+
+    best: Any
+    rest: Any
+
+    @classmethod
+    def of(cls, logits: jax.Array) -> LogTotal:
+        """Of scores [rows, vocab]."""
+        best = jnp.max(logits, axis=-1)
+        shifted = jnp.exp(logits - jax.lax.stop_gradient(best)[:, None])
+        return cls(jax.lax.stop_gradient(best), jnp.log(jnp.sum(shifted, axis=-1)))
+
+    @classmethod
+    def zero(cls) -> LogTotal:
+        """The total, as scalars, that leaves scores as they are."""
+        return cls(np.float32(0), np.float32(0))
+
+    def normalize(self, logits: jax.Array) -> jax.Array:
+        """Scores as log-probabilities, [rows, vocab]."""
+        return (logits - self.best[:, None]) - self.rest[:, None]
+
+
+class Renormalize(RowwiseTransform):
     """Scores as log-probabilities. The draw is indifferent to it; stages after it see normalised scores.
 
     Source: Transformers' LogitNormalization.
@@ -40,5 +67,12 @@ class Renormalize(Transform):
     def is_neutral(self) -> jax.Array:
         return ~jnp.asarray(self.enabled)
 
-    def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
-        return jnp.where(per_row(self.enabled), jax.nn.log_softmax(logits, axis=-1), logits)
+    def summary(self, state: StepState, logits: jax.Array) -> LogTotal:
+        on = jnp.asarray(self.enabled)
+        return jax.tree.map(lambda number: jnp.where(on, number, 0.0), LogTotal.of(logits))
+
+    def idle(self) -> LogTotal:
+        return LogTotal.zero()
+
+    def finish(self, logits: jax.Array, summary: LogTotal) -> jax.Array:
+        return summary.normalize(logits)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from sampling.transforms.base import FILTER
 
 HEAD = 64
-"""Up to this k, the k-th best score comes from `lax.top_k`; beyond it from bisection. Both give the same float."""
+"""Best scores that `lax.top_k` fetches. What lies beyond is searched by bisection, with the same result."""
 
 
 def kth_largest(scores: jax.Array, k: jax.Array) -> jax.Array:
@@ -41,6 +41,39 @@ def kth_largest(scores: jax.Array, k: jax.Array) -> jax.Array:
     return jnp.where(k >= vocab, FILTER, kth)
 
 
+def nucleus_edge(mass: jax.Array, tail: jax.Array) -> jax.Array:
+    """The largest entry of each row below which the row holds at most `tail`; never more than the row's largest.
+
+    A guess from the head of the row is checked against the mass below it, and taken if it is right, as it is for most
+    rows that a nucleus of few tokens serves; the others are searched. What a row gets never depends on other rows.
+
+    Args:
+        mass: float32 [rows, vocab], not negative; the largest entry of a row is 1.
+        tail: float32 [rows].
+    Returns:
+        float32 [rows].
+    """
+    rows, vocab = mass.shape
+
+    def fits(edge: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(mass < edge[:, None], mass, 0.0), axis=-1) <= tail
+
+    head, _ = jax.lax.top_k(mass, min(HEAD, vocab))
+    rest = jnp.sum(mass, axis=-1, keepdims=True) - jnp.cumsum(head, axis=-1)
+    reached = rest <= tail[:, None]
+    guess = jnp.take_along_axis(head, jnp.argmax(reached, axis=-1)[:, None], axis=-1)[:, 0]
+    above = jnp.min(jnp.where(head > guess[:, None], head, jnp.inf), axis=-1)
+    right = jnp.any(reached, axis=-1) & fits(guess) & (jnp.isinf(above) | ~fits(above))
+
+    def searched() -> jax.Array:
+        # The bits of floats that are not negative have their order; 30 of them reach from 0 to just below 2.
+        found = largest(lambda bits: fits(jax.lax.bitcast_convert_type(bits, jnp.float32)), rows, bits=30)
+        edge = jnp.minimum(jax.lax.bitcast_convert_type(found, jnp.float32), head[:, 0])
+        return jnp.where(right, guess, edge)
+
+    return jax.lax.cond(jnp.all(right), lambda: guess, searched)
+
+
 def ordered_bits(scores: jax.Array) -> jax.Array:
     """int32 with the order of the float32 scores; -0.0 and 0.0 share a value, as they compare equal."""
     bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0.0, 0.0, scores), jnp.int32)
@@ -53,13 +86,18 @@ def from_ordered_bits(order: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def largest(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
-    """The largest int32 at which a downward-closed predicate holds, per row: 32 halvings; int32 [rows]."""
+def largest(holds: Callable[[jax.Array], jax.Array], rows: int, bits: int = 32) -> jax.Array:
+    """The largest number at which a downward-closed predicate holds, per row, by halving; int32 [rows].
+
+    Args:
+        holds: int32 [rows] to bool [rows]; taken to be true of the smallest number.
+        bits: of the numbers searched: 32 for every int32, fewer for 0 .. 2 ** bits - 1.
+    """
+    start = jnp.full(rows, jnp.iinfo(jnp.int32).min if bits == 32 else 0, jnp.int32)
 
     def set_bit(i: jax.Array, found: jax.Array) -> jax.Array:
-        # From the sign bit down: adding 2^31 to the smallest int32 wraps to 0, which is what is wanted.
-        trial = found + jax.lax.shift_left(jnp.int32(1), jnp.int32(31) - i)
+        # From the highest bit down: adding 2^31 to the smallest int32 wraps to 0, which is what is wanted.
+        trial = found + jax.lax.shift_left(jnp.int32(1), jnp.int32(bits - 1) - i)
         return jnp.where(holds(trial), trial, found)
 
-    start = jnp.full(rows, jnp.iinfo(jnp.int32).min, jnp.int32)
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(32), set_bit, start)
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(bits), set_bit, start)

@@ -3,6 +3,7 @@
 poison  kills the process that reads it
 broken  makes the engine raise while it is in a slot
 stuck   is never answered
+last    is answered, and then the process is killed
 
 A file latencies.json beside the checkpoint, prompt ids to seconds, lets prompts reach the engine late.
 """
@@ -13,6 +14,7 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import ray
@@ -32,6 +34,13 @@ class FaultyWorker(SamplingWorker):
 
         self._engine.step = faulty_step
         return description
+
+    def serve(self):
+        for report in super().serve():
+            yield report
+            if any(getattr(answer.result, "prompt_id", "") == "last" for answer in report.answers):
+                time.sleep(0.3)  # until the answer is on its way
+                os.kill(os.getpid(), signal.SIGKILL)
 
     @ray.method(concurrency_group=CONTROL)
     def submit(self, assignments):

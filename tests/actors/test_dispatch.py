@@ -35,12 +35,12 @@ def take(book: Ledger, idle: bool = True):
 def test_each_request_ends_once():
     book = ledger(named("a", "b"))
     (a, alone), (b, _) = take(book), take(book)
-    assert not alone and book.take(True) is None and not book.done
+    assert not alone and book.take(True) is None and not book.done()
     result = book.settle(Answer(b.ticket, Group("b", ())), "worker-1")
     assert isinstance(result, GroupResult) and result.worker == "worker-1"
     failure = book.settle(Answer(a.ticket, Rejection("PromptError", "empty")), "worker-0")
     assert failure == GroupFailure(a.request, "PromptError", "empty", 1, "worker-0")
-    assert book.done
+    assert book.done()
     assert book.settle(Answer(a.ticket, Group("a", ())), "worker-0") is None
     assert book.lose([a.ticket, b.ticket], LOSS) == []
 
@@ -48,7 +48,7 @@ def test_each_request_ends_once():
 def test_a_lost_request_goes_out_again_under_another_ticket():
     book = ledger(named("a"))
     first, _ = take(book)
-    assert book.lose([first.ticket], LOSS) == [] and not book.done
+    assert book.lose([first.ticket], LOSS) == [] and not book.done()
     second, alone = take(book, idle=False)
     assert second.request is first.request and second.ticket != first.ticket and not alone
     assert book.settle(Answer(first.ticket, Group("a", ())), "worker-0") is None, "a late answer of a lost worker"
@@ -75,11 +75,11 @@ def test_with_a_single_attempt_nobody_waits_to_be_alone():
 
 
 def test_a_source_that_holds_back_is_stuck_only_if_nothing_runs():
-    book = ledger(iter([*named("a"), None, None]))
+    book = ledger(itertools.chain(named("a"), itertools.repeat(None)))
     a, _ = take(book)
     assert book.take(True) is None and not book.stuck
     book.settle(Answer(a.ticket, Group("a", ())), "worker-0")
-    assert book.take(True) is None and book.stuck and not book.done
+    assert book.take(True) is None and book.stuck and not book.done()
 
 
 def test_pauses_double():
@@ -97,3 +97,12 @@ def test_workers_that_disagree_are_refused():
         require_agreement(standard, described("worker-1", "bb", 4))
     assert "weights_digest: 'aa' and 'bb'; threads: 2 and 4" in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_the_end_is_seen_without_a_worker_to_ask_for():
+    book = ledger(named("a"))
+    assert not book.done() and not book.stuck
+    a, _ = take(book)
+    assert a.request.prompt_id == "a" and not book.done()
+    book.settle(Answer(a.ticket, Group("a", ())), "worker-0")
+    assert book.done()

@@ -78,6 +78,17 @@ def test_an_engine_that_raises_is_replaced_and_its_cause_named(faulty_pool, undi
         assert drawn(outcome.group) == drawn(undisturbed[prompt_id])
 
 
+def test_an_answer_survives_the_worker_that_gave_it(faulty_pool):
+    with faulty_pool(ONE_WORKER, retry=QUICK) as pool:
+        found = {}
+        for outcome in pool.run([request("p0"), request("last", 18), request("p1", 1)]):
+            found[outcome.request.prompt_id] = outcome
+            time.sleep(1.0)  # meanwhile answer and death arrive, to be heard in one go
+    assert {prompt_id: type(outcome).__name__ for prompt_id, outcome in found.items()} == dict.fromkeys(
+        ("p0", "last", "p1"), "GroupResult"
+    )
+
+
 def test_a_group_without_an_answer_is_given_up_at_its_deadline(faulty_pool, undisturbed):
     retry = RetryPolicy(max_group_attempts=1, backoff_s=0.1)
     with faulty_pool(TWO_WORKERS, Deadlines(group_s=2.0), retry) as pool:

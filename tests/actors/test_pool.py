@@ -102,6 +102,14 @@ def test_a_run_that_was_broken_off_leaves_nothing_behind(pool):
     assert all_drawn(found) != all_drawn(groups(pool.run(first)))
 
 
+def test_a_second_run_ends_the_first(pool):
+    first = pool.run(requests())
+    next(first)
+    assert len(list(pool.run(requests(3)))) == 3
+    with pytest.raises(RunError, match="another run was begun"):
+        list(first)
+
+
 def test_a_source_may_hold_back_while_something_is_under_way(pool):
     finished = []
 
@@ -115,7 +123,7 @@ def test_a_source_may_hold_back_while_something_is_under_way(pool):
         finished.append(outcome.request.prompt_id)
     assert finished == ["p0", "p1", "p2", "p3"]
     with pytest.raises(RunError, match="holds back"):
-        list(pool.run(iter([request("p0"), None, None])))
+        list(pool.run(itertools.chain([request("p0")], itertools.repeat(None))))
 
 
 def test_an_error_of_the_source_reaches_the_caller(pool):

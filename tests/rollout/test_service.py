@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from actors import Placement
 from rollout import Geometry, Rollouts, SamplingParams
+from rollout.groups import WINDOW_ROUNDS
 from sampling.errors import PromptError, RunError
 
 pytestmark = pytest.mark.ray
@@ -73,3 +76,13 @@ def test_prompts_are_checked(rollouts):
         list(rollouts.sample([{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}]))
     with pytest.raises(PromptError, match=r"prompts\[0\]: unknown field 'promt'"):
         list(rollouts.sample([{"promt": "x"}]))
+
+
+def test_what_waits_for_its_turn_is_bounded(rollouts):
+    pulled = itertools.count()
+    slow = {"id": "slow", "prompt": "a", "sampling": {"max_new_tokens": 60}}
+    quick = ({"id": f"q{next(pulled)}", "prompt": "a"} for _ in itertools.count())
+    params = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    first = next(iter(rollouts.sample(itertools.chain([slow], quick), params)))
+    assert first[0].prompt_id == "slow"
+    assert next(pulled) <= WINDOW_ROUNDS * 2 * GEOMETRY.slots + 1

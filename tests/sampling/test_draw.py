@@ -66,7 +66,7 @@ def test_a_broken_row_is_undefined_and_alone(bad):
         broken[2] = bad
     sound = np.log(np.array([0.1, 0.2, 0.3, 0.2, 0.2], np.float32))
     rows = distribution(broken, sound)
-    assert rows.defined.tolist() == [False, True]
+    assert rows.masses.defined.tolist() == [False, True]
     assert draw(rows, jnp.float32([0.5, 0.5])).tolist()[1] == 2
     assert rows.logprobs(jnp.int32([0, 2]))[1] == pytest.approx(np.log(0.3), abs=1e-6)
 
@@ -81,15 +81,15 @@ def test_log_probs_sum_to_one():
     rng = np.random.default_rng(1)
     scores = rng.normal(size=(4, 49152)).astype(np.float32) * 5
     row = Distribution.of(jnp.asarray(scores))
-    every = row.scores - row.best[:, None] - jnp.log(row.total)[:, None]
+    every = row.scores - row.masses.best[:, None] - jnp.log(row.masses.total)[:, None]
     np.testing.assert_allclose(np.exp(np.asarray(every, np.float64)).sum(-1), 1, atol=1e-6)
 
 
 def test_log_kept_mass():
     raw = distribution(np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32)))
-    assert log_kept_mass(raw, raw).tolist() == [0.0]
+    assert log_kept_mass(raw.scores, raw).tolist() == [0.0]
     kept = distribution([np.log(0.5), np.log(0.25), -INF, -INF])
-    assert log_kept_mass(raw, kept)[0] == pytest.approx(np.log(0.75), abs=1e-6)
+    assert log_kept_mass(kept.scores, raw)[0] == pytest.approx(np.log(0.75), abs=1e-6)
 
 
 def test_drawing_from_bfloat16_scores_is_unbiased():

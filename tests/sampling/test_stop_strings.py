@@ -183,7 +183,7 @@ def test_the_reason_and_the_leaves():
     state = StepState.from_histories([[0]], [[0]], vocab_size=1)
     with pytest.raises(ConfigError, match="expected a vocabulary, got None"):
         unbound(state, jnp.int32([0]))
-    code = Policy(transforms=(), stopping=(bound,)).stop_codes(state, jnp.int32([0]))
+    code = Policy(transforms={}, stopping=(bound,)).stop_codes(state, state, jnp.int32([0]))
     assert StopReason.from_code(int(code[0])) is StopReason.STOP_STRING
 
 
