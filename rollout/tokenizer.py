@@ -98,9 +98,7 @@ class Tokenizer:
         )
         return both[max(shared, len(before.rstrip("\N{REPLACEMENT CHARACTER}"))) :]
 
-    def text_before_stop(
-        self, prompt_tokens: np.ndarray, completion_tokens: np.ndarray, stop: Sequence[str]
-    ) -> str:
+    def text_before_stop(self, prompt_tokens: np.ndarray, completion_tokens: np.ndarray, stop: Sequence[str]) -> str:
         """Text of a completion that a stop string ended, without that string and what its last token adds after it."""
         match = find_stop(self._vocabulary, prompt_tokens, completion_tokens, stop)
         return match.excluded if match else self.completion_text(prompt_tokens, completion_tokens)

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from sampling.capacity import Capacity
 from sampling.errors import ConfigError
 from sampling.params import BANNED, ORDERS, SamplingParams
+from sampling.pytrees import Node
 from sampling.state import NO_TOKEN, StepState
 from sampling.stop_strings import StopStrings, encode_stop_strings
 from sampling.stopping import EndOfSequence, MaxLength, MaxNewTokens, StoppingRule, StopTokens
@@ -86,7 +87,7 @@ order of its V1 sampler. Each list names the same stages: a test checks.
 ORDER_NAMES = tuple(ORDERS)
 
 
-class Policy(struct.PyTreeNode):
+class Policy(Node):
     """How rows are drawn and when they end. Leaves are scalars or tables for one row, or [rows, ...] for a batch.
 
     Attributes:

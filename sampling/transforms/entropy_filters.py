@@ -93,10 +93,9 @@ class EtaCutoff(CutFilter):
         return jnp.asarray(self.epsilon) <= 0.0
 
     def summary(self, state: StepState, logits: jax.Array) -> Cut:
-        log_probs = jax.nn.log_softmax(logits, axis=-1)
-        probs = jnp.exp(log_probs)
+        probs = jax.nn.softmax(logits, axis=-1)
         epsilon = per_row(self.epsilon)
-        eta = jnp.minimum(epsilon, jnp.sqrt(epsilon) * jnp.exp(-entropy(log_probs, probs))[:, None])
+        eta = jnp.minimum(epsilon, jnp.sqrt(epsilon) * jnp.exp(-_categorical_entropy(logits, probs)))
         return _cut_improbable(logits, probs, eta)
 
 
@@ -123,7 +122,7 @@ class TopH(CutFilter):
         present = probs > 0
         terms = jnp.where(present, -probs * jnp.where(present, log_probs, 0.0), 0.0)
         cumulative = jnp.cumsum(terms, axis=-1)
-        limit = per_row(self.fraction) * jnp.sum(terms, axis=-1, keepdims=True)
+        limit = per_row(self.fraction) * _categorical_entropy(head, probs)
         first = jnp.arange(head.shape[1], dtype=jnp.int32)[None, :] == 0
         selected = first | ((cumulative <= limit) & present)
 
@@ -138,6 +137,15 @@ def entropy(log_probs: jax.Array, probs: jax.Array) -> jax.Array:
     """Entropy of distributions [rows, vocab] in nats, float32 [rows]; a removed token adds nothing, nor a gradient."""
     finite = jnp.where(probs > 0, log_probs, 0.0)
     return -jnp.sum(probs * finite, axis=-1)
+
+
+def _categorical_entropy(logits: jax.Array, probs: jax.Array) -> jax.Array:
+    """Entropy as torch's Categorical has it, float32 [rows, 1].
+
+    It subtracts the log of the sum from the scores themselves, which rounds in proportion to their size; thresholds of
+    the reference are made of it.
+    """
+    return entropy(logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True), probs)[:, None]
 
 
 def _cut_improbable(logits: jax.Array, probs: jax.Array, threshold: jax.Array) -> Cut:

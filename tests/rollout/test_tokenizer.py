@@ -125,3 +125,10 @@ def test_a_completion_begins_where_the_settled_text_of_its_prompt_ends(before, a
     assert whole.endswith(text)
     unsettled = "\N{REPLACEMENT CHARACTER}"  # stands for bytes whose code point is not complete, or never will be
     assert whole.removesuffix(text).rstrip(unsettled) == BYTES.decode(prompt).rstrip(unsettled)
+
+
+def test_b028_text_ends_before_the_stop_string():
+    prompt, drawn = ids_of_bytes(b"say "), ids_of_bytes(b"fooEND")
+    assert BYTES.text_before_stop(prompt, drawn, ["END"]) == "foo"
+    assert BYTES.text_before_stop(prompt, drawn, ["OEND", "END", "oEND"]) == "fo"
+    assert BYTES.text_before_stop(prompt, ids_of_bytes(b"fooEN"), ["END"]) == "fooEN"
