@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sampling.capacity import Capacity
-from sampling.checkpoints import Checkpoint, CheckpointInfo, load_tokenizer
+from sampling.checkpoints import Checkpoint, CheckpointInfo, load_backend
 from sampling.decode import Admission
 from sampling.errors import CheckpointError, ConfigError, PromptError
 from sampling.fingerprint import numerics_fingerprint
@@ -221,7 +221,7 @@ class Engine:
         return params
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def _grow(self, capacity: Capacity) -> None:
         """Compiles for larger policies, between two decode calls; rows under way keep theirs."""
@@ -351,7 +351,7 @@ class Engine:
 def _tokenizer(info: CheckpointInfo) -> Any:
     """The checkpoint's tokenizer; None if it has none, which only policies with texts notice."""
     try:
-        return load_tokenizer(info)
+        return load_backend(info)
     except CheckpointError as error:
         log.warning("no tokenizer, so stop strings and bad words as text are refused: %s", error)
         return None

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import ArrayLike
+from tokenizers import Tokenizer
 
 from sampling.errors import ConfigError
 
@@ -130,7 +131,7 @@ def matching_mode(tokenizer: Any) -> MatchingMode:
     """How a tokenizer spells bytes.
 
     Args:
-        tokenizer: a Transformers tokenizer, fast or slow, or a processor that holds one.
+        tokenizer: a Transformers tokenizer, fast or slow, a processor that holds one, or a fast one's bare backend.
     Raises:
         ConfigError: it is neither.
     Source: StopStringCriteria of Transformers 5.24 for fast tokenizers, whose decoder says it. It reads slow ones as
@@ -156,7 +157,7 @@ def vocabulary_pieces(tokenizer: Any, vocab_size: int | None = None) -> list[byt
     tokenizer does not have, such as those that pad a head, have no bytes.
 
     Args:
-        tokenizer: a Transformers tokenizer, fast or slow, or a processor that holds one.
+        tokenizer: a Transformers tokenizer, fast or slow, a processor that holds one, or a fast one's bare backend.
         vocab_size: ids of the model's head; by default the tokenizer's.
     Raises:
         ConfigError: `vocab_size` is smaller than the tokenizer.
@@ -179,7 +180,29 @@ def vocabulary_pieces(tokenizer: Any, vocab_size: int | None = None) -> list[byt
     return pieces
 
 
+class _Backend:
+    """A bare tokenizer of the tokenizers library, with the questions that this module asks of a Transformers one."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self.backend_tokenizer = backend
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.backend_tokenizer.get_vocab()
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        decoder = self.backend_tokenizer.decoder
+        return decoder.decode(tokens) if decoder is not None else " ".join(tokens)
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [self.backend_tokenizer.id_to_token(index) or "" for index in ids]
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+
+
 def _held_tokenizer(holder: Any) -> Any:
+    if isinstance(holder, Tokenizer):
+        return _Backend(holder)
     for tokenizer in (holder, getattr(holder, "tokenizer", None)):
         if hasattr(tokenizer, "convert_tokens_to_string"):
             return tokenizer

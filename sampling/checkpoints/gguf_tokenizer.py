@@ -6,7 +6,7 @@ vocabularies that were learned from single digits.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gguf import TokenType
 from tokenizers import (
@@ -19,10 +19,12 @@ from tokenizers import (
     pre_tokenizers,
     processors,
 )
-from transformers import PreTrainedTokenizerFast
 
 from sampling.checkpoints.gguf_file import GGUFFile
 from sampling.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -52,21 +54,39 @@ _PRE_TOKENIZERS = {
 """How text is cut before the merges apply, by tokenizer.ggml.pre."""
 
 
+_SPECIAL_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""Names of special tokens in Transformers, and in the keys of a GGUF file."""
+
+
 def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
-    """Rebuilds a byte-level BPE tokenizer with its special tokens and chat template.
+    """A Transformers tokenizer around `gguf_backend`, with the file's special tokens and chat template.
+
+    Raises:
+        CheckpointError: as `gguf_backend`.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    backend = gguf_backend(file)
+    ids = {f"{role}_token": _setting(file, f"{name}_token_id") for role, name in _SPECIAL_ROLES.items()}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **{role: file.tokens[index] for role, index in ids.items() if index is not None},
+    )
+
+
+def gguf_backend(file: GGUFFile) -> Tokenizer:
+    """Rebuilds a byte-level BPE tokenizer with its special tokens.
 
     Raises:
         CheckpointError: the file has no tokenizer, or one of another kind.
     """
-
-    def setting(key: str, default: Any = None) -> Any:
-        return file.metadata.get(f"tokenizer.ggml.{key}", default)
-
-    tokens, merges = file.tokens, setting("merges")
-    pre = setting("pre", "default")
-    if setting("model") != "gpt2" or not tokens or merges is None:
+    tokens, merges = file.tokens, _setting(file, "merges")
+    pre = _setting(file, "pre", "default")
+    if _setting(file, "model") != "gpt2" or not tokens or merges is None:
         raise CheckpointError(
-            f"{file.path}: tokenizer.ggml.model = {setting('model')!r} is not supported;"
+            f"{file.path}: tokenizer.ggml.model = {_setting(file, 'model')!r} is not supported;"
             " expected 'gpt2' (byte-level BPE) with tokens and merges"
         )
     if pre not in _PRE_TOKENIZERS:
@@ -81,21 +101,18 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
         backend.normalizer = normalizers.NFC()  # pyright: ignore[reportAttributeAccessIssue]
     backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    for token, kind in zip(tokens, setting("token_type", []), strict=False):
+    for token, kind in zip(tokens, _setting(file, "token_type", []), strict=False):
         # Both are matched whole wherever they stand in a text; only control tokens can be skipped when decoding.
         if kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
             special = kind == TokenType.CONTROL
             backend.add_tokens([AddedToken(token, normalized=False, special=special)])
-    bos = setting("bos_token_id")
-    if setting("add_bos_token", pre == "llama-bpe") and bos is not None:
+    bos = _setting(file, "bos_token_id")
+    if _setting(file, "add_bos_token", pre == "llama-bpe") and bos is not None:
         backend.post_processor = processors.TemplateProcessing(  # pyright: ignore
             single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
         )
-    named = {"bos": bos, "eos": setting("eos_token_id")}
-    named |= {"unk": setting("unknown_token_id"), "pad": setting("padding_token_id")}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        chat_template=file.metadata.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
-        **{f"{name}_token": tokens[index] for name, index in named.items() if index is not None},
-    )
+    return backend
+
+
+def _setting(file: GGUFFile, key: str, default: Any = None) -> Any:
+    return file.metadata.get(f"tokenizer.ggml.{key}", default)

