@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from sampling import Engine, Geometry, Request, SamplingParams, inspect_checkpoint, load_checkpoint
 from sampling.checkpoints import load_tokenizer
@@ -47,8 +48,10 @@ def completions(prompts):
 
 @pytest.fixture(scope="module")
 def reference():
-    path = inspect_checkpoint(REFERENCE).path
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    path = str(inspect_checkpoint(REFERENCE).path)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**load_gguf_checkpoint(path)["config"]))
+    model.load_state_dict(load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"], strict=False)
+    model.tie_weights()
     return model.eval()
 
 
