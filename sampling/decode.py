@@ -201,6 +201,7 @@ def decode_step(
 
     after = rows.replace(active=committed).commit(choice.tokens)
     stop = state.policy.bound(vocabulary).stop_codes(rows, after, choice.tokens)
+    stop = jnp.where(after.length < state.given, 0, stop)
     stop = jnp.where((stop == 0) & (after.length >= rows.capacity), StopReason.CACHE_FULL.code, stop)
     stop = jnp.where(choice.defined, stop, StopReason.UNDEFINED_DISTRIBUTION.code)
     return state.replace(

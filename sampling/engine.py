@@ -71,7 +71,7 @@ class _Open:
     request: Request
     params: SamplingParams
     submitted: float
-    pending: deque[int]
+    pending: deque[tuple[int, np.ndarray]]
     finished: dict[int, Completion] = dataclasses.field(default_factory=dict)
 
 
@@ -148,23 +148,31 @@ class Engine:
             PromptError: the prompt leaves no room in the cache, or holds an id that is no token.
             ConfigError: a parameter names an id that is no token, or a text where there is no tokenizer.
         """
-        tokens, known = request.prompt_tokens, self.info.tokenizer_len
-        if tokens.size >= self.geometry.cache_len:
+        tokens, known, cache_len = request.prompt_tokens, self.info.tokenizer_len, self.geometry.cache_len
+        if tokens.size >= cache_len:
             raise PromptError(
-                f"prompt {request.prompt_id!r}: {tokens.size} tokens leave no room in a cache of"
-                f" {self.geometry.cache_len}; shorten the prompt or raise geometry.cache_len"
+                f"prompt {request.prompt_id!r}: {tokens.size} tokens leave no room in a cache of {cache_len};"
+                " shorten the prompt or raise geometry.cache_len"
             )
-        outside = np.flatnonzero((tokens < 0) | (tokens >= known))
-        if outside.size:
+        longest = max(given.size for given in request.given)
+        if tokens.size + longest > cache_len:
             raise PromptError(
-                f"prompt {request.prompt_id!r}: expected token ids in 0 .. {known - 1}, got"
-                f" {tokens[outside[0]]} at position {outside[0]}"
+                f"prompt {request.prompt_id!r}: {tokens.size} tokens and {longest} given ones do not fit a cache of"
+                f" {cache_len}; raise geometry.cache_len"
             )
+        for what, ids in (("", tokens), *((" of its given tokens", given) for given in request.given)):
+            outside = np.flatnonzero((ids < 0) | (ids >= known))
+            if outside.size:
+                raise PromptError(
+                    f"prompt {request.prompt_id!r}: expected token ids in 0 .. {known - 1}, got"
+                    f" {ids[outside[0]]} at position {outside[0]}{what}"
+                )
         params = self._resolved(request)
         capacity = self._capacity.grown_for(Capacity.needed(params))
         if capacity != self._capacity:
             self._grow(capacity)
-        self._waiting.append(_Open(request, params, time.monotonic(), deque(request.sample_indices)))
+        pending = deque(zip(request.sample_indices, request.given, strict=True))
+        self._waiting.append(_Open(request, params, time.monotonic(), pending))
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Group]:
         """Submits requests and yields their groups as they finish, in no particular order."""
@@ -264,25 +272,30 @@ class Engine:
         request = group.request
         slots, cache_len = self.geometry.slots, self.geometry.cache_len
         entering = np.zeros(slots, np.int32)
-        buffer = np.zeros((slots, cache_len), np.int32)
-        buffer[:, : request.prompt_tokens.size] = request.prompt_tokens
+        prompt_len = request.prompt_tokens.size
+        prompt = np.zeros(cache_len, np.int32)
+        prompt[:prompt_len] = request.prompt_tokens
+        buffer = np.tile(prompt, (slots, 1))
+        given_until = np.full(slots, prompt_len, np.int32)
         keys = np.zeros((slots, 2), np.uint32)
         count = min(len(self._free), len(group.pending))
         for place in range(count):
-            slot, sample_index = self._free.pop(), group.pending.popleft()
+            slot, (sample_index, given) = self._free.pop(), group.pending.popleft()
             entering[place] = slot
+            given_until[slot] += given.size
+            buffer[slot, prompt_len : prompt_len + given.size] = given
             keys[slot] = row_key(request.seed, request.prompt_id, sample_index)
             self._resident[slot] = _Resident(group, sample_index, keys[slot], time.monotonic())
         ends = [size for size in (group.params.max_length, cache_len) if size]
-        limit = min(request.prompt_tokens.size + group.params.max_new_tokens, *ends)
+        limit = min(prompt_len + group.params.max_new_tokens, *ends)
         admission = Admission(
             slots=entering,
             count=np.int32(count),
-            prompt=buffer[0],
+            prompt=prompt,
             buffer=buffer,
-            prompt_len=np.int32(request.prompt_tokens.size),
+            prompt_len=np.int32(prompt_len),
             limit=np.int32(limit),
-            given=np.full(slots, request.prompt_tokens.size, np.int32),
+            given=given_until,
             keys=keys,
             policy=lower(group.params, self._capacity),
         )

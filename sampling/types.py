@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -80,6 +81,9 @@ class Request:
         params: how to sample, the same for every sample of the request.
         run_seed: key material; `params.seed` takes its place where it is set.
         sample_indices: which samples of the prompt to draw; by default 0 .. params.n - 1.
+        given: for each sample the tokens that its completion begins with, int32 [given_len]; by default none. They are
+            taken instead of drawn, by the same program, with the log-probs they have under `params`; no rule ends a row
+            before its last given token. A recorded completion given whole is its replay, a part of it a branch.
     """
 
     prompt_id: str
@@ -87,21 +91,36 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     run_seed: int = 0
     sample_indices: tuple[int, ...] = ()
+    given: tuple[np.ndarray, ...] = ()
 
     def __post_init__(self) -> None:
-        tokens = np.asarray(self.prompt_tokens)
-        if tokens.ndim != 1 or tokens.size == 0:
+        tokens = self._tokens(self.prompt_tokens, "prompt tokens")
+        if tokens.size == 0:
             raise PromptError(
-                f"prompt {self.prompt_id!r}: expected a list of at least one token id, got shape {tokens.shape};"
-                " a model needs at least one token to continue from"
+                f"prompt {self.prompt_id!r}: expected at least one token, got none; a model continues from something"
             )
-        if not np.issubdtype(tokens.dtype, np.integer):
-            raise PromptError(f"prompt {self.prompt_id!r}: expected integer token ids, got dtype {tokens.dtype}")
-        object.__setattr__(self, "prompt_tokens", np.ascontiguousarray(tokens, dtype=np.int32))
+        object.__setattr__(self, "prompt_tokens", tokens)
         indices = tuple(self.sample_indices) or tuple(range(self.params.n))
         if len(set(indices)) != len(indices) or min(indices) < 0:
             raise ConfigError(f"prompt {self.prompt_id!r}: sample indices must be distinct and >= 0, got {indices}")
         object.__setattr__(self, "sample_indices", indices)
+        given = tuple(self._tokens(part, "given tokens") for part in self.given) or (np.zeros(0, np.int32),) * len(
+            indices
+        )
+        if len(given) != len(indices):
+            raise ConfigError(
+                f"prompt {self.prompt_id!r}: expected given tokens for each of {len(indices)} samples, got {len(given)}"
+            )
+        object.__setattr__(self, "given", given)
+
+    def _tokens(self, tokens: Any, what: str) -> np.ndarray:
+        array = np.asarray(tokens)
+        if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+            raise PromptError(
+                f"prompt {self.prompt_id!r}: expected {what} as a list of integers,"
+                f" got {array.dtype} of shape {array.shape}"
+            )
+        return np.ascontiguousarray(array, dtype=np.int32)
 
     @property
     def seed(self) -> int:
