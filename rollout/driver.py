@@ -52,7 +52,7 @@ def sample_run(
         checkpoint = inspect_checkpoint(config.model.checkpoint)
         tokenizer = Tokenizer(load_tokenizer(checkpoint))
         progress.message(f"starting {config.workers.count} worker(s) with {checkpoint.name}")
-        with _pool(config, address) as pool:
+        with worker_pool(config, address) as pool:
             loaded = time.monotonic()
             progress.message(f"ready after {loaded - began:.1f} s")
             numerics = pool.description.fingerprint
@@ -102,7 +102,7 @@ def _count(prompts: Iterable[Prompt], params: SamplingParams) -> _Census:
     return _Census(len(sizes), sum(sizes))
 
 
-def _pool(config: RunConfig, address: str | None) -> WorkerPool:
+def worker_pool(config: RunConfig, address: str | None) -> WorkerPool:
     """The workers that a config asks for."""
     workers = config.workers
     return WorkerPool(

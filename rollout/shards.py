@@ -29,7 +29,7 @@ def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
     path = Path(path)
     for shard in read_manifest(path).shards:
         file = path / SHARDS_NAME / shard.file
-        _check_digest(file, shard)
+        check_digest(file, shard)
         yield from read_parquet(file)
 
 
@@ -42,7 +42,7 @@ def read_prompt_ids(path: Path, manifest: Manifest) -> set[str]:
     done: set[str] = set()
     for shard in manifest.shards:
         file = path / SHARDS_NAME / shard.file
-        _check_digest(file, shard)
+        check_digest(file, shard)
         done.update(pyarrow.parquet.read_table(file, columns=["prompt_id"]).column(0).unique().to_pylist())
     return done
 
@@ -77,7 +77,12 @@ def _little_endian(array: np.ndarray) -> bytes:
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
-def _check_digest(file: Path, shard: Shard) -> None:
+def check_digest(file: Path, shard: Shard) -> None:
+    """Compares a file with what the manifest says of it.
+
+    Raises:
+        RecordError: it cannot be read, or is not the file that was committed.
+    """
     try:
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
