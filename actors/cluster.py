@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import site
 import socket
 import sysconfig
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ def connected(address: str | None, placement: Placement) -> Iterator[None]:
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    handler = signal.getsignal(signal.SIGTERM)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     address = address or os.environ.get("RAY_ADDRESS")
     if address:
@@ -52,6 +55,8 @@ def connected(address: str | None, placement: Placement) -> Iterator[None]:
     else:
         cpus = max(os.cpu_count() or 1, math.ceil(placement.num_workers * placement.cpus))
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)  # Ray has put its own there, which prints stacks and exits with 1
     try:
         if not address:
             _require_devices(placement)

@@ -81,7 +81,10 @@ class WorkerPool:
         Raises:
             WorkerError: none could be started, or two of them would not draw the same bits.
             CheckpointError, ConfigError: what they are told to build cannot be built.
+            RunError: the pool is open already.
         """
+        if self._crew is not None:
+            raise RunError("the pool is open already; enter it once, or use two pools")
         with contextlib.ExitStack() as closing:
             closing.enter_context(connected(self._address, self._placement))
             crew = Crew(self._spec, self._placement, self._deadlines, self._retry)

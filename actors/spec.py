@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from sampling.errors import ConfigError
@@ -21,6 +22,10 @@ class WorkerSpec:
     checkpoint: str
     geometry: Geometry = field(default_factory=Geometry)
     dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.checkpoint, str), "checkpoint", "text", self.checkpoint)
+        _require(isinstance(self.geometry, Geometry), "geometry", "Geometry(...)", self.geometry)
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,12 @@ class Placement:
     threads: int = 2
 
     def __post_init__(self) -> None:
-        _require(self.num_workers >= 1, "placement.num_workers", "at least 1", self.num_workers)
-        _require(self.threads >= 1, "placement.threads", "at least 1", self.threads)
-        for name in ("cpus", "gpus", "tpus"):
-            _require(getattr(self, name) >= 0, f"placement.{name}", "at least 0", getattr(self, name))
+        _whole(self.num_workers, "placement.num_workers", 1)
+        _whole(self.threads, "placement.threads", 1)
+        _whole(self.tpus, "placement.tpus", 0)
+        for name in ("cpus", "gpus"):
+            value = getattr(self, name)
+            _require(_is_number(value) and value >= 0, f"placement.{name}", "a finite number >= 0", value)
         if self.gpus and self.tpus:
             raise ConfigError(f"placement: expected GPUs or TPUs, got {self.gpus} GPUs and {self.tpus} TPU chips")
 
@@ -69,7 +76,8 @@ class Deadlines:
 
     def __post_init__(self) -> None:
         for name in ("start_s", "group_s", "heartbeat_s"):
-            _require(getattr(self, name) > 0, f"deadlines.{name}", "seconds above 0", getattr(self, name))
+            value = getattr(self, name)
+            _require(_is_number(value) and value > 0, f"deadlines.{name}", "seconds above 0", value)
 
 
 @dataclass(frozen=True)
@@ -88,13 +96,23 @@ class RetryPolicy:
     backoff_s: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(self.max_group_attempts >= 1, "retry.max_group_attempts", "at least 1", self.max_group_attempts)
-        _require(self.max_worker_restarts >= 0, "retry.max_worker_restarts", "at least 0", self.max_worker_restarts)
-        _require(self.backoff_s >= 0, "retry.backoff_s", "seconds of at least 0", self.backoff_s)
+        _whole(self.max_group_attempts, "retry.max_group_attempts", 1)
+        _whole(self.max_worker_restarts, "retry.max_worker_restarts", 0)
+        valid = _is_number(self.backoff_s) and self.backoff_s >= 0
+        _require(valid, "retry.backoff_s", "seconds of at least 0", self.backoff_s)
 
     def pause_s(self, restarts: int) -> float:
         """Seconds to wait before a restart, the first in a row being number 1."""
         return 0.0 if restarts <= 1 else self.backoff_s * 2.0 ** (restarts - 2)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: object, name: str, least: int) -> None:
+    valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    _require(valid, name, f"a whole number of at least {least}", value)
 
 
 def _require(valid: bool, name: str, expected: str, got: object) -> None:

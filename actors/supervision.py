@@ -73,6 +73,7 @@ class Crew:
         self._workers = [WorkerHandle(f"worker-{index}") for index in range(placement.num_workers)]
         self._work_of_lost = NO_WORK
         self._losses: deque[Loss] = deque(maxlen=_LOSSES_TOLD)
+        self._looked = time.monotonic()
 
     @property
     def ready(self) -> list[WorkerHandle]:
@@ -95,6 +96,8 @@ class Crew:
             WorkerError: the last worker was lost and its restarts are spent, or two workers disagree.
             CheckpointError, ConfigError: what the workers are told to build cannot be built.
         """
+        if not self._workers:
+            raise self._nobody_left()
         for worker in self._workers:
             if worker.actor is None and time.monotonic() >= worker.start_after:
                 self._launch(worker)
@@ -106,6 +109,9 @@ class Crew:
         for worker in list(self._workers):
             if worker.actor is not None and (missed := self._missed_deadline(worker)):
                 events += self._lose(worker, TimeoutError(missed))
+        if not self.complete and time.monotonic() - self._looked > self._deadlines.heartbeat_s:
+            self._looked = time.monotonic()
+            self._require_node()
         return events
 
     def shutdown(self) -> None:
@@ -203,12 +209,26 @@ class Crew:
         else:
             self.restarts += 1
         if not self._workers:
-            story = "\n".join(loss.message for loss in self._losses)
-            raise WorkerError(
-                f"no worker is left; the limit of {self._retry.max_worker_restarts} restarts in a row"
-                f" (max_worker_restarts) is reached. The last losses:\n{story}"
-            ) from cause
+            raise self._nobody_left() from cause
         return [lost]
+
+    def _require_node(self) -> None:
+        """Nothing can be launched any more when Ray's own process on this machine is gone; it would be waited for."""
+        here = ray.get_runtime_context().get_node_id()
+        if not all(node["Alive"] for node in ray.nodes() if node["NodeID"] == here):
+            raise WorkerError(
+                "Ray's process on this machine (raylet) has died, so no worker can be started any more;"
+                f" start again.{self._story()}"
+            )
+
+    def _nobody_left(self) -> WorkerError:
+        return WorkerError(
+            f"no worker is left; the limit of {self._retry.max_worker_restarts} restarts in a row"
+            f" (max_worker_restarts) is reached.{self._story()}"
+        )
+
+    def _story(self) -> str:
+        return "\n".join([" The last losses:", *(loss.message for loss in self._losses)])
 
     def _room(self) -> str:
         """What a worker asks of Ray beside what is free."""

@@ -1,6 +1,8 @@
 """The `rollout` command. Thin: every subcommand is a library call of a few lines.
 
-Exit codes: 0 success, 1 failure, 2 usage or configuration, 130 interrupted.
+Exit codes: 0 success, 1 failure, 2 usage or configuration, 130 interrupted, 143 terminated.
+
+Commands import what they need when they are called, so that help and usage errors come at once.
 """
 
 from __future__ import annotations
@@ -13,31 +15,40 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
-from rollout.config_file import load_config
-from rollout.progress import ProgressReporter
-from rollout.status import read_status
-from sampling.errors import ServiceError
+from rollout.signals import STOPPED_WORDS, Stopped, stopping_at_once, stopping_in_order
 
-SAMPLES_FAILED = 1
+FAILED = 1
 INTERRUPTED = 130
 
 
 class _Commands(click.Group):
-    """Turns the service's own errors into one message and an exit code; `--debug` shows where they came from."""
+    """Turns every error into one message and an exit code; `--debug` shows where it came from."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except ServiceError as error:
+        except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
+            raise  # click's own, and a reader that has seen enough
+        except Exception as error:
             if ctx.meta.get("debug"):
                 traceback.print_exc()
-            click.echo(f"rollout: error: {error}", err=True)
-            ctx.exit(error.exit_code)
-        except KeyboardInterrupt:
-            click.echo("rollout: interrupted; start the same command again to continue", err=True)
-            ctx.exit(INTERRUPTED)
+            words, code = _explain(error)
+            click.echo(f"rollout: {words}", err=True)
+            ctx.exit(code)
+        except KeyboardInterrupt as error:
+            click.echo(STOPPED_WORDS, err=True)
+            ctx.exit(error.exit_code if isinstance(error, Stopped) else INTERRUPTED)
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """An error in words, and the exit code that goes with it."""
+    from sampling.errors import ServiceError
+
+    if isinstance(error, ServiceError):
+        return f"error: {error}", error.exit_code
+    words = f"unexpected {type(error).__name__}: {error}"
+    return f"{words}. This is a fault of rollout rather than of your input; --debug shows where", FAILED
 
 
 def _keep_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -64,16 +75,24 @@ def main() -> None:
 @debug_option
 def sample(config: Path, out: Path, overrides: tuple[str, ...], address: str | None, quiet: bool) -> None:
     """Samples the prompts of CONFIG into the folder given by --out, or continues what was begun there."""
-    run_config = load_config(config, overrides)
-    from rollout.driver import sample_run  # starts JAX and Ray: not before the config is known to be good
+    with stopping_at_once():
+        from rich.console import Console
 
-    with ProgressReporter(quiet=quiet) as progress:
+        from rollout.config_file import load_config
+        from rollout.progress import ProgressReporter
+
+        run_config = load_config(config, overrides)
+        from rollout.driver import sample_run  # Ray and more: not before the config is known to be good
+
+    with stopping_in_order() as check, ProgressReporter(quiet=quiet, check=check) as progress:
         summary = sample_run(run_config, out, address=address, progress=progress)
     if not quiet:
         summary.render(Console(file=sys.stdout))
     if summary.failed:
-        click.echo(f"rollout: {summary.failed} samples failed; their records tell why, under `failure`", err=True)
-        sys.exit(SAMPLES_FAILED)
+        click.echo(f"rollout: {summary.failed} samples failed; their records tell why, under `failure`:", err=True)
+        for failure in summary.failures:
+            click.echo(f"  {failure}", err=True)
+        sys.exit(FAILED)
 
 
 @main.command()
@@ -82,6 +101,8 @@ def sample(config: Path, out: Path, overrides: tuple[str, ...], address: str | N
 @debug_option
 def status(folder: Path, as_json: bool) -> None:
     """Tells how far the run in DIR is, and the hash of its content."""
+    with stopping_at_once():
+        from rollout.status import read_status
     facts = dataclasses.asdict(read_status(folder))
     if as_json:
         click.echo(json.dumps(facts))

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
 
-from rollout.json_values import canonical_json
+from rollout.json_values import canonical_json, shown
 from rollout.sources import Source
 from sampling.errors import ConfigError
 from sampling.params import SamplingParams
@@ -26,9 +26,9 @@ IDENTITY = ("model", "geometry", "prompts", "sampling", "reward", "seed")
 
 
 class Section(BaseModel):
-    """A part of the config: immutable, without unknown keys, without silent conversions."""
+    """A part of the config: immutable, without unknown keys, without silent conversions, all numbers finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -98,7 +98,7 @@ def _read_sampling(values: Any) -> SamplingParams:
 def _build(section: str, values: Any, default: _T) -> _T:
     """Sets one field at a time, so that every bad value is reported and not only the first."""
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{section}: expected keys and values, got {values!r}")
+        raise ConfigError(f"{section}: expected keys and values, got {shown(values)}")
     known = [f.name for f in dataclasses.fields(default)]
     problems = []
     for name, value in values.items():

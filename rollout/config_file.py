@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,6 +12,7 @@ import pydantic
 import yaml
 
 from rollout.config import RunConfig, unknown_key
+from rollout.json_values import shown
 from sampling.errors import ConfigError
 
 
@@ -63,16 +64,22 @@ def _read(path: Path) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml", ".toml"):
         raise ConfigError(f"{path}: expected a .yaml, .yml or .toml file, got suffix {path.suffix!r}")
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot read the config: {error}") from error
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the config: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: expected UTF-8, got {error.reason} at byte {error.start}") from error
     try:
         values = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, _StrictLoader)
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"{path}: {_flat(error)}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected sections with keys and values, got {values!r}")
+        raise ConfigError(f"{path}: expected sections with keys and values, got {shown(values)}")
     return values
+
+
+_UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
+"""What the readers raise: TOML's errors are ValueErrors, as are impossible dates and numbers of 5000 digits."""
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -82,6 +89,8 @@ class _StrictLoader(yaml.SafeLoader):
         lines: dict[Any, int] = {}
         for key_node, _ in node.value:
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            if not isinstance(key, Hashable):
+                raise yaml.YAMLError(f"line {line}: expected text as a key, got {shown(key)}")
             if key in lines and key_node.tag != "tag:yaml.org,2002:merge":
                 raise yaml.YAMLError(f"line {line}: key {key!r} is given twice, first on line {lines[key]}; keep one")
             lines[key] = line
@@ -100,7 +109,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override}: expected section.key=value, such as sampling.temperature=0.7")
     try:
         value = yaml.load(text, _StrictLoader)
-    except yaml.YAMLError as error:
+    except _UNREADABLE as error:
         raise ConfigError(
             f"--set {override}: expected a YAML value, got {text!r} ({_flat(error)});"
             " put quotes around text with special characters"
@@ -134,11 +143,30 @@ def _describe(fault: Any) -> str:
     if fault["type"] == "missing":
         return f"{place}: expected a value, got none; add it to the file or give --set {place}=..."
     if fault["type"] == "union_tag_not_found":
-        return f"{place}: expected a key 'source', one of {', '.join(_SOURCES)}, got {fault['input']!r}"
+        return f"{place}: expected a key 'source', one of {', '.join(_SOURCES)}, got {shown(fault['input'])}"
     if fault["type"] == "union_tag_invalid":
         return f"{place}.source: expected one of {', '.join(_SOURCES)}, got {fault['ctx']['tag']!r}"
-    expected = fault["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"{place}: expected {expected}, got {fault['input']!r}"
+    plain = _EXPECTED.get(fault["type"])
+    expected = plain.format(**fault.get("ctx", {})) if plain else fault["msg"].removeprefix("Input should be ")
+    return f"{place}: expected {expected}, got {shown(fault['input'])}"
+
+
+_EXPECTED = {
+    "string_type": "text",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt}",
+    "tuple_type": "a list",
+    "dict_type": "keys and values",
+    "model_type": "keys and values",
+    "model_attributes_type": "keys and values",
+    "invalid_key": "text as keys",
+    "string_too_short": "text that is not empty",
+}
+"""Pydantic's kinds of fault in words that name no framework."""
 
 
 def _sources() -> dict[str, type[pydantic.BaseModel]]:

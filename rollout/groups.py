@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from actors import GroupFailure, GroupResult, Outcome, WorkerPool
+from rollout.json_values import shown
 from rollout.prompts import Prompt
 from rollout.rewards import Reward, judge
 from rollout.tokenizer import Tokenizer
 from rollout.trajectory import Trajectory
-from sampling.errors import PromptError
+from sampling.errors import ConfigError, PromptError
 from sampling.fingerprint import fingerprint_digest
 from sampling.params import SamplingParams
 from sampling.types import Completion, Request, StopReason
@@ -40,6 +41,8 @@ class GroupSampler:
         seed: the run's seed; with prompt id and sample index it determines every draw.
         reward: scores each completion; None scores nothing.
         run_id: goes into every record.
+    Raises:
+        ConfigError: the parameters are of another kind, or the seed is out of range.
     """
 
     def __init__(
@@ -52,6 +55,10 @@ class GroupSampler:
         reward: Reward | None = None,
         run_id: str = "",
     ) -> None:
+        if not isinstance(params, SamplingParams):
+            raise ConfigError(f"params: expected SamplingParams(...), got {shown(params)}")
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+            raise ConfigError(f"seed: expected a whole number in 0 .. 2^64 - 1, got {shown(seed)}")
         self._pool = pool
         self._tokenizer = tokenizer
         self._params = params

@@ -37,6 +37,7 @@ class ProgressReporter:
         console: where to write; standard error by default, so that standard output stays clean.
         quiet: show nothing.
         interval_s: seconds between plain lines when the console is no terminal.
+        check: called before anything is shown, and by quiet reporters too; ends the run by raising.
         clock: seconds, monotonic; replaced in tests.
     """
 
@@ -46,11 +47,13 @@ class ProgressReporter:
         *,
         quiet: bool = False,
         interval_s: float = 5.0,
+        check: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console or Console(stderr=True)
         self._quiet = quiet
         self._interval_s = interval_s
+        self._check = check
         self._clock = clock
         self._started_s = self._last_line_s = clock()
         self._first: Progress | None = None
@@ -65,11 +68,13 @@ class ProgressReporter:
 
     def message(self, text: str) -> None:
         """Shows one line, above the bar if there is one."""
+        self._check()
         if not self._quiet:
             self._console.print(text, markup=False, highlight=False)
 
     def update(self, progress: Progress) -> None:
         """Takes the latest figures; cheap enough to be called at every finished row."""
+        self._check()
         if self._quiet:
             return
         if self._first is None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
 
-from rollout.json_values import is_utf8, require_json
+from rollout.json_values import require_json, shown
 from sampling.errors import ConfigError, PromptError
 from sampling.params import SamplingParams
 
 ROW_FIELDS = ("id", "prompt", "messages", "prompt_tokens", "n", "sampling", "metadata")
 """Fields of a JSONL row or an inline prompt, and columns of a Parquet file."""
+
+MAX_SAMPLES = 1 << 16
+"""Samples of one prompt at most: a group is handed out, held and written as a whole."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Prompt:
         id: names the prompt within the run; key material for its draws.
         text: plain text to continue.
         messages: chat messages, each with a `role` and a `content`; the chat template renders them.
-        tokens: token ids, used as they are.
+        tokens: token ids, used as they are; any sequence or array of whole numbers becomes a tuple.
         n: samples of this prompt; None takes the run's.
         sampling: parameters of this prompt that replace the run's.
         metadata: the caller's own plain JSON values, carried into every record.
@@ -52,6 +55,8 @@ class Prompt:
             position: the row's number from 0; its text is the id of a row that has none.
             where: the row's place, for messages.
         """
+        if not isinstance(row, Mapping):
+            raise PromptError(f"{where}: expected an object with {', '.join(ROW_FIELDS)}, got {shown(row)}")
         unknown = [name for name in row if name not in ROW_FIELDS]
         if unknown:
             raise PromptError(
@@ -61,21 +66,12 @@ class Prompt:
         given = {name: value for name, value in row.items() if value is not None}
         prompt_id = given.get("id", position)
         if isinstance(prompt_id, bool) or not isinstance(prompt_id, str | int):
-            raise PromptError(f"{where}: id: expected text or a whole number, got {prompt_id!r}")
-        for name, kind in (
-            ("messages", list),
-            ("prompt_tokens", list),
-            ("sampling", dict),
-            ("metadata", dict),
-        ):
-            if not isinstance(given.get(name, kind()), kind):
-                expected = "a list" if kind is list else "an object"
-                raise PromptError(f"{where}: {name}: expected {expected}, got {given[name]!r}")
+            raise PromptError(f"{where}: id: expected text or a whole number, got {shown(prompt_id)}")
         return cls(
             id=str(prompt_id),
             text=given.get("prompt"),
-            messages=tuple(given["messages"]) if "messages" in given else None,
-            tokens=tuple(given["prompt_tokens"]) if "prompt_tokens" in given else None,
+            messages=given.get("messages"),
+            tokens=given.get("prompt_tokens"),
             n=given.get("n"),
             sampling=given.get("sampling", {}),
             metadata=given.get("metadata", {}),
@@ -86,18 +82,32 @@ class Prompt:
         """The run's parameters with this prompt's own in their place."""
         own = dict(self.sampling) if self.n is None else {**self.sampling, "n": self.n}
         try:
-            return base.replace(**own)
+            params = base.replace(**own)
         except ConfigError as error:
             raise PromptError(f"{self.place}: {error}") from error
+        if params.n > MAX_SAMPLES:
+            raise PromptError(
+                f"{self.place}: sampling.n: expected at most {MAX_SAMPLES}, got {params.n};"
+                " give the prompt several times, under ids of their own"
+            )
+        return params
 
     @property
     def place(self) -> str:
         """The prompt's name in messages."""
-        return f"{self.where}: prompt {self.id!r}" if self.where else f"prompt {self.id!r}"
+        return f"{self.where}: prompt {shown(self.id)}" if self.where else f"prompt {shown(self.id)}"
 
     def __post_init__(self) -> None:
-        if not self.id or not is_utf8(self.id):
-            raise PromptError(f"{self.place}: id: expected text that is not empty, got {self.id!r}")
+        if not isinstance(self.id, str) or not self.id:
+            raise PromptError(f"{self.place}: id: expected text that is not empty, got {shown(self.id)}")
+        require_json(self.id, f"{self.place}: id", PromptError)
+        for name, value in (("sampling", self.sampling), ("metadata", self.metadata)):
+            if not isinstance(value, Mapping):
+                raise PromptError(f"{self.place}: {name}: expected an object, got {shown(value)}")
+        if self.messages is not None:
+            object.__setattr__(self, "messages", tuple(self._listed("messages", self.messages)))
+        if self.tokens is not None:
+            object.__setattr__(self, "tokens", self._token_ids(self.tokens))
         sources = {"prompt": self.text, "messages": self.messages, "prompt_tokens": self.tokens}
         given = [name for name, value in sources.items() if value is not None]
         if len(given) != 1:
@@ -105,19 +115,35 @@ class Prompt:
             raise PromptError(f"{self.place}: expected exactly one of {', '.join(sources)}, got {got}")
         if sources[given[0]] in ("", ()):
             raise PromptError(f"{self.place}: {given[0]}: empty; a model needs at least one token to continue from")
-        if self.text is not None and not (isinstance(self.text, str) and is_utf8(self.text)):
-            raise PromptError(f"{self.place}: prompt: expected text, got {self.text!r}")
+        if self.text is not None and not isinstance(self.text, str):
+            raise PromptError(f"{self.place}: prompt: expected text, got {shown(self.text)}")
+        require_json(self.text, f"{self.place}: prompt", PromptError)
         for index, message in enumerate(self.messages or ()):
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
                 raise PromptError(
-                    f"{self.place}: messages[{index}]: expected an object with 'role' and 'content', got {message!r}"
+                    f"{self.place}: messages[{index}]: expected an object with 'role' and 'content',"
+                    f" got {shown(message)}"
                 )
             require_json(dict(message), f"{self.place}: messages[{index}]", PromptError)
-        for index, token in enumerate(self.tokens or ()):
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise PromptError(f"{self.place}: prompt_tokens[{index}]: expected a token id, got {token!r}")
+        for name in self.sampling:
+            require_json({name: None}, f"{self.place}: sampling", PromptError)
         if self.n is not None and "n" in self.sampling:
             raise PromptError(f"{self.place}: n is given twice, as 'n' and within 'sampling'; keep one")
         require_json(dict(self.metadata), f"{self.place}: metadata", PromptError)
         if self.sampling or self.n is not None:
             self.params(SamplingParams())
+
+    def _listed(self, name: str, value: Any) -> Sequence[Any]:
+        """The items of a list, tuple or array."""
+        items = value.tolist() if isinstance(value, np.ndarray) else value
+        if isinstance(items, str | bytes) or not isinstance(items, Sequence):
+            raise PromptError(f"{self.place}: {name}: expected a list, got {shown(value)}")
+        return items
+
+    def _token_ids(self, tokens: Any) -> tuple[int, ...]:
+        ids = []
+        for index, token in enumerate(self._listed("prompt_tokens", tokens)):
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise PromptError(f"{self.place}: prompt_tokens[{index}]: expected a token id, got {shown(token)}")
+            ids.append(int(token))
+        return tuple(ids)

@@ -39,7 +39,8 @@ def judge(reward: Reward, prompt: Prompt, text: str) -> Score:
     try:
         value = float(reward(prompt, text))
     except Exception as error:  # a scorer is foreign code: whatever it raises belongs into the record
-        return Score(error=f"{type(error).__name__}: {error}")
+        words = f"{type(error).__name__}: {error}"
+        return Score(error=words.encode(errors="backslashreplace").decode())  # lone surrogates cannot be written
     if not math.isfinite(value):
         return Score(error=f"expected a finite reward, got {value!r}")
     return Score(value)

@@ -9,11 +9,12 @@ from typing import Any, Literal, Self
 
 from actors import Deadlines, Placement, RetryPolicy, WorkerPool, WorkerSpec
 from rollout.groups import GroupSampler, TrajectoryGroup
+from rollout.json_values import shown
 from rollout.prompts import Prompt
 from rollout.rewards import Reward
 from rollout.tokenizer import Tokenizer
 from sampling.checkpoints import inspect_checkpoint, load_tokenizer
-from sampling.errors import PromptError, RunError
+from sampling.errors import ConfigError, PromptError, RunError
 from sampling.params import SamplingParams
 from sampling.types import Geometry
 
@@ -49,6 +50,8 @@ class Rollouts:
         retry: RetryPolicy | None = None,
         address: str | None = None,
     ) -> None:
+        if reward is not None and not callable(reward):
+            raise ConfigError(f"reward: expected a function of (prompt, text) or None, got {shown(reward)}")
         self._checkpoint = checkpoint
         placement = workers if isinstance(workers, Placement) else Placement(num_workers=workers)
         spec = WorkerSpec(str(checkpoint), geometry or Geometry(), dtype)
@@ -56,6 +59,7 @@ class Rollouts:
         self._reward = reward
         self._run_id = uuid.uuid4().hex[:12]
         self._closing = ExitStack()
+        self._tokenizer: Tokenizer | None = None
 
     def __enter__(self) -> Self:
         """Starts the workers.
@@ -64,11 +68,13 @@ class Rollouts:
             CheckpointError, ConfigError: checkpoint or geometry cannot be used.
             WorkerError: no worker could be started.
         """
-        self._tokenizer = Tokenizer(load_tokenizer(inspect_checkpoint(self._checkpoint)))
-        self._pool = self._closing.enter_context(self._workers)
+        tokenizer = Tokenizer(load_tokenizer(inspect_checkpoint(self._checkpoint)))
+        self._closing.enter_context(self._workers)
+        self._tokenizer = tokenizer
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._tokenizer = None
         self._closing.close()
 
     def sample(
@@ -92,14 +98,20 @@ class Rollouts:
             on_failure: "raise" stops at the first sample that gave no usable completion, "record" hands it out as
                 a trajectory with `status` failed and its reason in `failure`.
         Raises:
+            ConfigError: an argument is of another kind, or out of range.
             PromptError: a prompt is malformed, or its id is taken.
-            RunError: a sample failed, and on_failure is "raise"; or another call was begun meanwhile.
+            RunError: a sample failed, and on_failure is "raise"; another call was begun meanwhile; or the workers
+                are not running.
             WorkerError: all workers were lost.
         """
+        if self._tokenizer is None:
+            raise RunError("the workers are not running; use it as `with Rollouts(...) as rollouts:`")
+        if on_failure not in ("raise", "record"):
+            raise ConfigError(f"on_failure: expected 'raise' or 'record', got {shown(on_failure)}")
         sampler = GroupSampler(
-            self._pool,
+            self._workers,
             self._tokenizer,
-            params or SamplingParams(),
+            SamplingParams() if params is None else params,
             seed=seed,
             reward=self._reward,
             run_id=self._run_id,
@@ -111,6 +123,8 @@ class Rollouts:
 
 
 def _read(prompts: Iterable[Prompt | Mapping[str, Any] | str]) -> Iterator[Prompt]:
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise PromptError(f"prompts: expected a list, or another iterable, of prompts, got {shown(prompts)}")
     seen: set[str] = set()
     for position, given in enumerate(prompts):
         row = {"prompt": given} if isinstance(given, str) else given

@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from rollout.json_values import require_json, shown
 from rollout.prompts import ROW_FIELDS, Prompt
 from rollout.tasks import read_tasks
 from sampling.errors import ConfigError, PromptError
@@ -26,6 +27,17 @@ def _at_least_one(items: tuple[Any, ...]) -> tuple[Any, ...]:
     if not items:
         raise ConfigError("prompts: expected at least one item in the list, got none")
     return items
+
+
+def _plain_rows(rows: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+    for index, row in enumerate(rows):
+        require_json(row, f"prompts.rows.{index}", ConfigError)
+    return rows
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    require_json(config, "prompts.tasks: config", ConfigError)
+    return config
 
 
 def _asks_the_question(template: str) -> str:
@@ -56,7 +68,9 @@ class InlineSource(_Source):
     """Prompts written into the config, with the same fields."""
 
     source: Literal["inline"]
-    rows: Annotated[tuple[dict[str, Any], ...], Field(strict=False), AfterValidator(_at_least_one)]
+    rows: Annotated[
+        tuple[dict[str, Any], ...], Field(strict=False), AfterValidator(_at_least_one), AfterValidator(_plain_rows)
+    ]
 
 
 class TaskSet(_Source):
@@ -72,7 +86,7 @@ class TaskSet(_Source):
     name: str
     size: int = Field(ge=1)
     seed: int = 0
-    config: dict[str, Any] = {}
+    config: Annotated[dict[str, Any], AfterValidator(_plain)] = {}
 
 
 class TaskSource(_Source):
@@ -100,7 +114,7 @@ def read_prompts(source: AnySource) -> Iterator[Prompt]:
     """The prompts of a source, in order, each checked; an id that was not given is the row's position from 0.
 
     Raises:
-        PromptError: a row cannot be read or used, or an id comes twice; file and line are named.
+        PromptError: a row cannot be read or used, or an id comes twice; file and line are named. Or there is none.
         ConfigError: the tasks cannot be made.
     """
     seen: set[bytes] = set()
@@ -114,6 +128,12 @@ def read_prompts(source: AnySource) -> Iterator[Prompt]:
             )
         seen.add(digest)
         yield prompt
+    if not seen:
+        raise PromptError(f"{_name(source)}: expected at least one prompt, found none")
+
+
+def _name(source: AnySource) -> str:
+    return source.path if isinstance(source, JsonlSource | ParquetSource) else f"prompts of source {source.source}"
 
 
 def digest_prompts(source: AnySource) -> str:
@@ -138,25 +158,19 @@ def _read(source: AnySource) -> Iterator[Prompt]:
 
 def _from_rows(rows: Iterable[tuple[str, Any]]) -> Iterator[Prompt]:
     for position, (where, row) in enumerate(rows):
-        if not isinstance(row, dict):
-            raise PromptError(f"{where}: expected an object with {', '.join(ROW_FIELDS)}, got {row!r}")
         yield Prompt.from_row(row, position, where)
 
 
 def _jsonl_rows(path: str) -> Iterator[tuple[str, Any]]:
     with _open(path) as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
             where = f"{path}, line {number}"
             try:
-                yield where, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except json.JSONDecodeError as error:
-                raise PromptError(
-                    f"{where}: expected one JSON object, got {error.msg} at column {error.colno}"
-                ) from error
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise PromptError(f"{where}: expected UTF-8, got {error.reason} at byte {error.start}") from error
+            if text.strip():
+                yield where, _parse_json(text, f"{where}: expected one JSON object")
 
 
 def _parquet_rows(path: str) -> Iterator[tuple[str, Any]]:
@@ -184,11 +198,29 @@ _OBJECTS = {"sampling", "metadata"}
 def _parquet_object(value: Any, where: str) -> Any:
     """A struct, without the fields that only other rows of the file fill, or JSON text."""
     if isinstance(value, str):
-        try:
-            return json.loads(value)
-        except json.JSONDecodeError as error:
-            raise PromptError(f"{where}: expected JSON text, got {error.msg} in {value!r}") from error
+        return _parse_json(value, f"{where}: expected JSON text")
     return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+def _parse_json(text: str, expected: str) -> Any:
+    """The value of a JSON text in which no key comes twice."""
+    try:
+        return json.loads(text, object_pairs_hook=_once_each)
+    except json.JSONDecodeError as error:
+        raise PromptError(f"{expected}; {error.msg} at column {error.colno} of {shown(text.strip())}") from error
+    except RecursionError as error:
+        raise PromptError(f"{expected}, got lists or objects too deep within each other") from error
+    except ValueError as error:  # a key twice, or a number of thousands of digits
+        raise PromptError(f"{expected}: {error}") from error
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {shown(twice)} is given twice; keep one")
+    return values
 
 
 def _task_prompts(source: TaskSource) -> Iterator[Prompt]:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rollout.json_values import shown
 from rollout.manifest import MANIFEST_NAME, read_manifest
 from rollout.shards import SHARDS_NAME, read_trajectories
 from rollout.store import CONFIG_NAME
@@ -57,6 +58,7 @@ class RunSummary:
         programs_compiled: programs that the workers compiled, or took from the disk cache, in this start.
         files: what was written.
         examples: a few completions.
+        failures: of the first prompts with failed samples, which sample failed first and why.
         already_finished: nothing was left to do.
     """
 
@@ -74,6 +76,7 @@ class RunSummary:
     programs_compiled: int
     files: tuple[Path, ...]
     examples: tuple[Example, ...] = field(default=())
+    failures: tuple[str, ...] = ()
     already_finished: bool = False
 
     @classmethod
@@ -96,6 +99,7 @@ class RunSummary:
         rewards: list[float] = []
         ends: Counter[StopReason] = Counter()
         examples: list[Example] = []
+        failures: dict[str, str] = {}
         behaviour = model = 0.0
         reward_errors = 0
         for row in read_trajectories(path):
@@ -105,6 +109,9 @@ class RunSummary:
             reward_errors += row.reward_error is not None
             if row.reward is not None:
                 rewards.append(row.reward)
+            if row.failed and len(failures) < num_examples:
+                words = f"prompt {shown(row.prompt_id)}, sample {row.sample_index}: {row.failure}"
+                failures.setdefault(row.prompt_id, words)
             if len(examples) < num_examples and row.prompt_id not in {e.prompt_id for e in examples}:
                 question = row.metadata.get(TASK_KEY, {}).get("question", "")
                 examples.append(Example(row.prompt_id, question, row.text, row.reward))
@@ -125,6 +132,7 @@ class RunSummary:
             programs_compiled=programs_compiled,
             files=(*shards, path / MANIFEST_NAME, path / CONFIG_NAME),
             examples=tuple(examples),
+            failures=tuple(failures.values()),
             already_finished=already_finished,
         )
 

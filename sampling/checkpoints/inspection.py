@@ -66,6 +66,8 @@ def inspect_checkpoint(reference: str | Path) -> CheckpointInfo:
 
 def resolve(reference: str | Path) -> Path:
     """The .gguf file or the Transformers directory behind a reference; see inspect_checkpoint."""
+    if not isinstance(reference, str | Path):
+        raise CheckpointError(f"checkpoint: expected text or a path, got {reference!r}")
     text = str(reference)
     if text.startswith(PACKAGE_PREFIX):
         return _in_package(text.removeprefix(PACKAGE_PREFIX))

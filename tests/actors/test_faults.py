@@ -11,7 +11,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -106,8 +109,38 @@ def test_the_last_lost_worker_is_an_error_that_names_it(spec):
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerError) as caught:
             list(pool.run([request("p7")]))
+        with pytest.raises(WorkerError, match="no worker is left"):  # and no later run waits for one
+            list(pool.run([request("p7")]))
     for word in ("worker-0", f"pid {pid}", socket.gethostname(), "max_worker_restarts"):
         assert word in str(caught.value)
+
+
+LOSES_ITS_NODE = """
+import itertools, os, pathlib, signal, sys
+from actors import Deadlines, WorkerPool, WorkerSpec
+from tests.actors.small_work import GEOMETRY, ONE_WORKER, request
+
+with WorkerPool(WorkerSpec(sys.argv[1], GEOMETRY), ONE_WORKER, Deadlines(heartbeat_s=2.0)) as pool:
+    children = pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    (raylet,) = (pid for pid in children if pathlib.Path(f"/proc/{pid}/comm").read_text() == "raylet\\n")
+    os.kill(int(raylet), signal.SIGKILL)
+    for _ in pool.run(request(f"p{index}") for index in itertools.count()):
+        pass
+"""
+
+
+@pytest.mark.slow
+def test_a_lost_node_of_its_own_ends_a_pool_instead_of_letting_it_wait(spec):
+    """In a process with a Ray of its own, whose first process is killed."""
+    found = subprocess.run(
+        [sys.executable, "-c", LOSES_ITS_NODE, spec.checkpoint],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "RAY_ADDRESS": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "WorkerError: Ray's process on this machine (raylet) has died" in found.stderr
 
 
 def test_a_worker_that_cannot_start_in_time_is_an_error(spec):

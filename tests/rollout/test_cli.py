@@ -1,5 +1,6 @@
 """Tests rollout/cli.py: exit codes, messages, and that a command is no more than its library call."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -74,6 +75,31 @@ def test_an_error_is_one_message_with_the_code_of_its_class(driver, tmp_path, er
     assert result.stderr == f"rollout: error: {error}\n"
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), OSError("disk gone"), RecursionError("too deep")])
+def test_an_error_that_nobody_foresaw_is_one_line_too(driver, tmp_path, error):
+    driver.outcome = error
+    result = run("sample", QUICKSTART, "--out", tmp_path / "run")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"rollout: unexpected {type(error).__name__}: {error}. This is a fault of rollout")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" in run("sample", QUICKSTART, "--out", tmp_path / "run", "--debug").stderr
+
+
+def test_failed_samples_exit_1_with_their_reasons(driver, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    write_run(folder)
+    summary = dataclasses.replace(
+        RunSummary.from_folder(folder), failed=3, failures=("prompt 'a', sample 0: too long",)
+    )
+    monkeypatch.setattr(driver, "sample_run", lambda *_, **__: summary)
+    result = run("sample", QUICKSTART, "--out", folder)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-2:] == [
+        "rollout: 3 samples failed; their records tell why, under `failure`:",
+        "  prompt 'a', sample 0: too long",
+    ]
+
+
 def test_debug_adds_the_traceback_and_keeps_the_code(driver, tmp_path):
     driver.outcome = WorkerError("worker-1 died")
     result = run("sample", QUICKSTART, "--out", tmp_path / "run", "--debug")
@@ -139,3 +165,9 @@ def test_a_real_process_returns_the_codes_and_writes_to_the_right_streams(tmp_pa
     damaged = rollout("status", "run")
     assert (damaged.returncode, damaged.stdout) == (1, "")
     assert "part-00000.parquet" in damaged.stderr and "Traceback" not in damaged.stderr
+
+
+def test_help_waits_for_no_library():
+    code = "import sys, rollout.cli; print(*{'jax', 'ray', 'pyarrow', 'pydantic', 'transformers'} & {*sys.modules})"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == []

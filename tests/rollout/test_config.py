@@ -103,9 +103,19 @@ def test_overrides_are_read_as_yaml_and_the_last_wins():
         ("geometry.rows=1", "geometry.rows: no such key; known are slots, cache_len, prefill_rows, prefill_chunk"),
         ("geometry=3", "geometry: expected keys and values, got 3"),
         ("workers.cont=2", "workers.cont: no such key; did you mean 'count'? known are count, cpus,"),
-        ("workers.count=0", "workers.count: expected greater than or equal to 1, got 0"),
-        ("workers.threads=two", "workers.threads: expected a valid integer, got 'two'"),
-        ("seed=true", "seed: expected a valid integer, got True"),
+        ("workers.cpus=.inf", "workers.cpus: expected a finite number, got inf"),
+        ("workers.group_deadline_s=.inf", "workers.group_deadline_s: expected a finite number, got inf"),
+        ("workers.start_deadline_s=0", "workers.start_deadline_s: expected more than 0, got 0"),
+        ("seed=18446744073709551616", "seed: expected less than 18446744073709551616, got 18446744073709551616"),
+        ("model=x", "model: expected keys and values, got 'x'"),
+        ("model.checkpoint=", "model.checkpoint: expected text, got None"),
+        ("prompts=", "prompts: expected keys and values, got None"),
+        ("prompts={source: inline, rows: 5}", "prompts.rows: expected a list, got 5"),
+        ("prompts={source: inline, rows: [5]}", "prompts.rows.0: expected keys and values, got 5"),
+        ("seed=[" + "1," * 9999 + "1]", "seed: expected a whole number, got [1, 1, 1, "),
+        ("workers.count=0", "workers.count: expected at least 1, got 0"),
+        ("workers.threads=two", "workers.threads: expected a whole number, got 'two'"),
+        ("seed=true", "seed: expected a whole number, got True"),
         ("sed=1", "sed: no such key; did you mean 'seed'? known are model, prompts, geometry,"),
         ("model.dtype=float16", "model.dtype: expected 'float32' or 'bfloat16', got 'float16'"),
         ("reward=math", "reward: expected 'none' or 'reasoning_gym', got 'math'"),
@@ -132,6 +142,10 @@ def test_a_bad_value_is_named_with_what_was_expected(override, message):
         ("seed.x=1", "--set seed.x=1: seed is a single value and has no keys"),
         ("prompts.tasks.1.size=2", "expected an item 0 .. 0 of prompts.tasks, got 1"),
         ("seed=[", "expected a YAML value, got '['"),
+        ("seed=" + "9" * 5000, "Exceeds the limit"),
+        ("seed=2026-13-45", "expected a YAML value, got '2026-13-45' (month must be in 1..12"),
+        ("seed={[1]: 2}", "line 1: expected text as a key, got [1]"),
+        ("seed=" + "[" * 5000, "maximum recursion depth"),
     ],
 )
 def test_an_override_that_cannot_be_applied_is_quoted(override, message):
@@ -165,10 +179,16 @@ def test_a_key_given_twice_is_refused_with_both_lines(tmp_path):
 def test_files_that_are_no_config_are_refused(tmp_path):
     assert "expected sections with keys and values, got ['a']" in errors_of(tmp_path, "- a\n")[0]
     assert "run.yaml" in errors_of(tmp_path, "a: [1\n")[0]
+    assert "expected sections with keys and values, got None" in errors_of(tmp_path, "# nothing yet\n")[0]
+    assert "line 2: expected text as a key, got ['a', 'b']" in errors_of(tmp_path, "seed: 1\n? [a, b]\n: 1\n")[0]
+    assert "expected text as keys, got 1" in errors_of(tmp_path, "1: 2\n")[-1]
     assert "line 1" in errors_of(tmp_path, "a = \n", suffix=".toml")[0]
     assert "expected a .yaml, .yml or .toml file" in errors_of(tmp_path, "{}", suffix=".json")[0]
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot read the config"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot read the config: No such file or directory$"):
         load_config(tmp_path / "nowhere.yaml")
+    (tmp_path / "latin.yaml").write_bytes("seed: 1 # é".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin\.yaml: expected UTF-8, got .* at byte 10"):
+        load_config(tmp_path / "latin.yaml")
 
 
 def test_yaml_cannot_make_objects(tmp_path):

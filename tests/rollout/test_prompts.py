@@ -1,5 +1,6 @@
 """Tests rollout/prompts.py: one row becomes one prompt, or an error that says where and why."""
 
+import numpy as np
 import pytest
 
 from rollout.prompts import Prompt
@@ -16,6 +17,26 @@ def test_each_kind_of_row_is_read():
     assert (chat.id, chat.messages) == ("4", ({"role": "user", "content": "hi"},))
     ids = Prompt.from_row({"prompt_tokens": [0, 7], "id": 12}, 0, "f")
     assert (ids.id, ids.tokens) == ("12", (0, 7))
+
+
+@pytest.mark.parametrize("tokens", [[1, 2], (1, 2), np.array([1, 2], np.int32), [np.int64(1), 2]])
+def test_token_ids_come_in_any_sequence(tokens):
+    """So that the tokens of a record can be sampled on from."""
+    prompt = Prompt("a", tokens=tokens)
+    assert prompt == Prompt.from_row({"id": "a", "prompt_tokens": tokens}, 0, "f") == Prompt("a", tokens=(1, 2))
+    assert [type(token) for token in prompt.tokens] == [int, int]
+
+
+@pytest.mark.parametrize("given", [5, None, ""])
+def test_an_id_is_text(given):
+    with pytest.raises(PromptError, match=f"id: expected text that is not empty, got {given!r}"):
+        Prompt(given, "hi")
+
+
+def test_a_long_id_does_not_fill_the_screen():
+    with pytest.raises(PromptError) as caught:
+        Prompt("x" * 100_000)
+    assert len(str(caught.value)) < 400
 
 
 def test_null_means_absent():
@@ -38,7 +59,19 @@ def test_own_parameters_replace_the_runs():
         ({"messages": []}, "messages: empty"),
         ({"prompt_tokens": []}, "prompt_tokens: empty"),
         ({"prompt": 3}, "prompt: expected text, got 3"),
-        ({"prompt": "\ud800"}, "prompt: expected text"),
+        ({"prompt": "\ud800"}, r"prompt: expected text that UTF-8 can hold, got a lone surrogate in '\\ud800'"),
+        ({"prompt": "a", "id": "b\ud800"}, r"id: expected text that UTF-8 can hold, got a lone surrogate"),
+        ({"prompt": "a", "id": [1]}, r"id: expected text or a whole number, got \[1\]"),
+        ({"prompt_tokens": "12"}, "prompt_tokens: expected a list, got '12'"),
+        ({"prompt_tokens": 12}, "prompt_tokens: expected a list, got 12"),
+        ({"prompt_tokens": np.array([1.0])}, r"prompt_tokens\[0\]: expected a token id, got 1.0"),
+        ({"prompt_tokens": np.array([[1]])}, r"prompt_tokens\[0\]: expected a token id, got \[1\]"),
+        ({"prompt": "a", "n": 65_537}, "sampling.n: expected at most 65536, got 65537; give the prompt several times"),
+        ({"prompt": "a", "n": 10**30}, "sampling.n: expected a.*, got 10{30}"),
+        ({"prompt": "a", "sampling": {1: 2}}, "sampling: expected text as keys, got 1"),
+        ({"prompt": "a", "sampling": [1]}, r"sampling: expected an object, got \[1\]"),
+        (b"ab", "expected an object with id, prompt, .*, got b'ab'"),
+        (None, "expected an object with id, prompt, .*, got None"),
         ({"messages": "hi"}, "messages: expected a list, got 'hi'"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\]: expected an object with 'role' and 'content'"),
         ({"prompt_tokens": [1, "2"]}, r"prompt_tokens\[1\]: expected a token id, got '2'"),

@@ -10,7 +10,7 @@ import pytest
 from actors import Placement
 from rollout import Geometry, Rollouts, SamplingParams
 from rollout.groups import WINDOW_ROUNDS
-from sampling.errors import PromptError, RunError
+from sampling.errors import CheckpointError, ConfigError, PromptError, RunError
 
 pytestmark = pytest.mark.ray
 
@@ -86,3 +86,55 @@ def test_what_waits_for_its_turn_is_bounded(rollouts):
     first = next(iter(rollouts.sample(itertools.chain([slow], quick), params)))
     assert first[0].prompt_id == "slow"
     assert next(pulled) <= WINDOW_ROUNDS * 2 * GEOMETRY.slots + 1
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        ({"seed": -1}, ConfigError, r"seed: expected a whole number in 0 \.\. 2\^64 - 1, got -1"),
+        ({"seed": 2**64}, ConfigError, "seed: expected .*, got 18446744073709551616"),
+        ({"seed": "7"}, ConfigError, "seed: expected .*, got '7'"),
+        ({"seed": True}, ConfigError, "seed: expected .*, got True"),
+        ({"params": {"n": 2}}, ConfigError, r"params: expected SamplingParams\(...\), got {'n': 2}"),
+        ({"on_failure": "ignore"}, ConfigError, "on_failure: expected 'raise' or 'record', got 'ignore'"),
+        ({"prompts": "hello"}, PromptError, "prompts: expected a list, .*, got 'hello'"),
+        ({"prompts": {"prompt": "hello"}}, PromptError, "prompts: expected a list, .*, got {'prompt': 'hello'}"),
+        ({"prompts": None}, PromptError, "prompts: expected a list, .*, got None"),
+        ({"prompts": [5]}, PromptError, r"prompts\[0\]: expected an object with id, .*, got 5"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_and_no_worker_is_lost(rollouts, call, error, message):
+    with pytest.raises(error, match=message):
+        list(rollouts.sample(**{"prompts": ["a"], **call}))
+    assert len(list(rollouts.sample(["a"]))) == 1
+    assert rollouts._workers.stats().restarts == 0
+
+
+def test_the_tokens_of_a_record_can_be_sampled_on_from(rollouts):
+    ((first,),) = rollouts.sample(["a"], SamplingParams(max_new_tokens=4))
+    tokens = np.concatenate([first.prompt_tokens, first.completion_tokens])
+    ((second,),) = rollouts.sample([{"prompt_tokens": tokens}], SamplingParams(max_new_tokens=4))
+    assert np.array_equal(second.prompt_tokens, tokens)
+
+
+def test_it_works_within_its_with_block_and_is_entered_once(rollouts, tiny_checkpoint):
+    with pytest.raises(RunError, match="the workers are not running; use it as `with Rollouts"):
+        next(Rollouts(tiny_checkpoint).sample(["a"]))
+    with pytest.raises(RunError, match="the pool is open already"):
+        rollouts.__enter__()
+    assert len(list(rollouts.sample(["a"]))) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"workers": "2"}, ConfigError, "placement.num_workers: expected a whole number of at least 1, got '2'"),
+        ({"workers": 1.5}, ConfigError, "placement.num_workers: expected a whole number of at least 1, got 1.5"),
+        ({"geometry": {"slots": 2}}, ConfigError, r"geometry: expected Geometry\(...\), got {'slots': 2}"),
+        ({"reward": "none"}, ConfigError, "reward: expected a function"),
+        ({"checkpoint": None}, CheckpointError, "checkpoint: expected text or a path, got None"),
+    ],
+)
+def test_a_service_that_cannot_be_built_says_why(tiny_checkpoint, arguments, error, message):
+    with pytest.raises(error, match=message), Rollouts(**{"checkpoint": tiny_checkpoint, **arguments}):
+        pass

@@ -3,12 +3,14 @@
 import builtins
 import itertools
 import json
+from datetime import date
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
 from rollout import tasks
+from rollout.config_file import parse_config
 from rollout.sources import (
     InlineSource,
     JsonlSource,
@@ -48,11 +50,23 @@ def test_jsonl_rows_come_in_order_with_positions_as_missing_ids(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "a"', "line 2: expected one JSON object, got Expecting ',' delimiter at column 15"),
+        ('{"prompt": "a"', "line 2: expected one JSON object; Expecting ',' delimiter at column 15"),
         ("[1]", r"line 2: expected an object with .*, got \[1\]"),
         (b'{"prompt": "\xff"}', "line 2: expected UTF-8, got invalid start byte at byte 12"),
         ('{"prompt": ""}', "line 2: prompt '1': prompt: empty"),
         ('{"prompt": "a", "n": 0}', "line 2: prompt '1': sampling.n"),
+        (
+            '{"prompt": "a", "prompt": "b"}',
+            "line 2: expected one JSON object: the key 'prompt' is given twice; keep one",
+        ),
+        (
+            '{"prompt": "a", "metadata": {"b": 1, "b": 1}}',
+            "line 2: expected one JSON object: the key 'b' is given twice",
+        ),
+        ('{"prompt": "a", "id": ' + "9" * 5000 + "}", "line 2: expected one JSON object: Exceeds the limit"),
+        ("[" * 100_000, "line 2: expected one JSON object, got lists or objects too deep within each other"),
+        ('{"prompt": "a", "metadata": ' + '{"b":' * 500 + "1" + "}" * 501, "line 2: prompt '1': metadata.*100 levels"),
+        ('{"prompt": "a", "sampling": {"temperature": NaN}}', "line 2: prompt '1': sampling.temperature"),
     ],
 )
 def test_a_malformed_line_is_named_by_its_number_and_the_rows_before_it_are_read(tmp_path, line, message):
@@ -172,3 +186,39 @@ def test_the_digest_follows_the_file_and_not_its_name(tmp_path):
     assert first == digest_prompts(jsonl(tmp_path, '{"prompt": "a"}'))
     assert first != digest_prompts(jsonl(tmp_path, '{"prompt": "b"}'))
     assert digest_prompts(task_source()) == ""
+
+
+@pytest.mark.parametrize("lines", [[""], ["", "  ", "\r"], ["\ufeff"]])
+def test_a_source_without_prompts_is_refused(tmp_path, lines):
+    source = jsonl(tmp_path, *lines)
+    with pytest.raises(PromptError, match=f"{source.path}: expected at least one prompt, found none"):
+        list(read_prompts(source))
+
+
+def test_jsonl_takes_the_line_ends_of_windows(tmp_path):
+    source = jsonl(tmp_path, '\ufeff{"prompt": "a"}\r', "\r", '{"prompt": "b"}\r')
+    assert [prompt.text for prompt in read_prompts(source)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"source": "inline", "rows": [{"prompt": "a", "metadata": {"day": date(2026, 1, 2)}}]},
+            "got date; convert it",
+        ),
+        ({"source": "inline", "rows": [{"prompt": "a", "metadata": {"x": b"a"}}]}, "got bytes; convert it"),
+        (
+            {"source": "inline", "rows": [{"prompt": "a", "sampling": {"top_p": float("inf")}}]},
+            "expected a finite number",
+        ),
+        ({"source": "inline", "rows": [{"prompt": "a", "sampling": {1: 2}}]}, "expected text as keys, got 1"),
+        (
+            {"source": "reasoning_gym", "tasks": [{"name": "chain_sum", "size": 1, "config": {"x": float("nan")}}]},
+            "config.x: expected a finite number",
+        ),
+    ],
+)
+def test_a_config_holds_nothing_that_its_file_could_not(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"model": {"checkpoint": "x"}, "prompts": changes})
