@@ -18,7 +18,7 @@ from sampling.state import StepState
 from sampling.transforms.base import FILTER, RowwiseTransform, per_row
 from sampling.transforms.cuts import Cut, CutFilter, cut_among_ties, cut_below
 from sampling.transforms.sanitising import LogTotal
-from sampling.transforms.thresholds import from_ordered_bits, largest, ordered_bits
+from sampling.transforms.thresholds import from_ordered_bits, largest, largest_values, ordered_bits
 
 
 class TypicalSet(Node):
@@ -116,7 +116,7 @@ class TopH(CutFilter):
         return jnp.asarray(self.fraction) <= 0.0
 
     def summary(self, state: StepState, logits: jax.Array) -> Cut:
-        head, _ = jax.lax.top_k(logits, min(self.candidates, logits.shape[-1]))
+        head = largest_values(logits, min(self.candidates, logits.shape[-1]))
         log_probs = jax.nn.log_softmax(head, axis=-1)
         probs = jnp.exp(log_probs)
         present = probs > 0

@@ -2,11 +2,12 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sampling.transforms import FILTER
-from sampling.transforms.thresholds import from_ordered_bits, kth_largest, ordered_bits
+from sampling.transforms.thresholds import from_ordered_bits, kth_largest, largest_values, ordered_bits
 from tests.sampling.transforms.live import many, score
 
 
@@ -27,3 +28,12 @@ def test_kth_largest_is_the_same_float_on_both_paths():
         found = np.asarray(kth_largest(jnp.asarray(scores), jnp.int32(ks)))
         wanted = [FILTER if k >= 1000 else ordered[i, k - 1] for i, k in enumerate(ks)]
         np.testing.assert_array_equal(found, np.float32(wanted))
+
+
+@pytest.mark.parametrize(("vocab", "count"), [(5, 5), (63, 10), (64, 64), (1000, 3), (5000, 64), (5000, 100)])
+def test_largest_values_are_those_of_a_sort(vocab, count):
+    scores = np.random.default_rng(0).normal(size=(3, vocab)).astype(np.float32).round(1)
+    scores[1, : vocab // 2] = FILTER
+    scores[2] = FILTER
+    found = np.asarray(largest_values(jnp.asarray(scores), count))
+    np.testing.assert_array_equal(found, np.sort(scores, axis=-1)[:, ::-1][:, :count])
