@@ -67,7 +67,7 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     backend = gguf_backend(file)
-    ids = {f"{role}_token": _setting(file, f"{name}_token_id") for role, name in _SPECIAL_ROLES.items()}
+    ids = {f"{role}_token": _special(file, name) for role, name in _SPECIAL_ROLES.items()}
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=file.metadata.get("tokenizer.chat_template"),
@@ -96,7 +96,10 @@ def gguf_backend(file: GGUFFile) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     # Llama 3's vocabulary holds whole words that its merges cannot reach.
-    backend = Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre == "llama-bpe"))
+    try:
+        backend = Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre == "llama-bpe"))
+    except Exception as error:  # the library raises nothing more precise
+        raise CheckpointError(f"{file.path}: the tokenizer cannot be read: {error}") from error
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()  # pyright: ignore[reportAttributeAccessIssue]
     backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()  # pyright: ignore[reportAttributeAccessIssue]
@@ -106,12 +109,23 @@ def gguf_backend(file: GGUFFile) -> Tokenizer:
         if kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
             special = kind == TokenType.CONTROL
             backend.add_tokens([AddedToken(token, normalized=False, special=special)])
-    bos = _setting(file, "bos_token_id")
+    bos = _special(file, "bos")
     if _setting(file, "add_bos_token", pre == "llama-bpe") and bos is not None:
         backend.post_processor = processors.TemplateProcessing(  # pyright: ignore
             single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
         )
     return backend
+
+
+def _special(file: GGUFFile, name: str) -> int | None:
+    """Id of a special token, if the file names one."""
+    index = _setting(file, f"{name}_token_id")
+    if index is not None and not (isinstance(index, int) and 0 <= index < len(file.tokens)):
+        raise CheckpointError(
+            f"{file.path}: tokenizer.ggml.{name}_token_id: expected the id of a token, in 0 .. {len(file.tokens) - 1},"
+            f" got {index!r}"
+        )
+    return index
 
 
 def _setting(file: GGUFFile, key: str, default: Any = None) -> Any:

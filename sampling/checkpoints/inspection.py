@@ -112,14 +112,15 @@ def _single_gguf(folder: Path, where: str) -> Path:
 def _inspect_gguf(path: Path) -> CheckpointInfo:
     file = GGUFFile(path)
     config = gguf_config(file)
+    tokenizer_len = len(file.tokens) or config.vocab_size
     enders = (file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     return CheckpointInfo(
         path=path,
         format=CheckpointFormat.GGUF,
         name=file.metadata.get("general.name", path.stem),
         config=config,
-        eos_token_ids=_ids(enders),
-        tokenizer_len=len(file.tokens) or config.vocab_size,
+        eos_token_ids=_eos_ids(enders, tokenizer_len, path),
+        tokenizer_len=tokenizer_len,
     )
 
 
@@ -128,17 +129,24 @@ def _inspect_directory(path: Path) -> CheckpointInfo:
     generation = read_json(path / "generation_config.json", optional=True)
     tokenizer = read_json(path / "tokenizer.json", optional=True)
     tokenizer_config = read_json(path / "tokenizer_config.json", optional=True)
-    config = ModelConfig.from_hf(settings)
-    ids = _token_ids(tokenizer)
+    try:
+        config = ModelConfig.from_hf(settings)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    ids = _token_ids(tokenizer, path / "tokenizer.json")
+    tokenizer_len = max(ids.values(), default=config.vocab_size - 1) + 1
     eos = tokenizer_config.get("eos_token")
     eos_text = eos.get("content") if isinstance(eos, Mapping) else eos
+    enders = [generation.get("eos_token_id"), settings.get("eos_token_id")]
+    if isinstance(eos_text, str):
+        enders.append(ids.get(eos_text))
     return CheckpointInfo(
         path=path,
         format=CheckpointFormat.SAFETENSORS,
         name=path.resolve().name,
         config=config,
-        eos_token_ids=_ids([generation.get("eos_token_id"), settings.get("eos_token_id"), ids.get(eos_text)]),
-        tokenizer_len=max(ids.values(), default=config.vocab_size - 1) + 1,
+        eos_token_ids=_eos_ids(enders, tokenizer_len, path),
+        tokenizer_len=tokenizer_len,
     )
 
 
@@ -152,26 +160,44 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected a JSON file: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
 
 
-def _token_ids(tokenizer: Mapping[str, Any]) -> dict[Any, int]:
+def _token_ids(tokenizer: Mapping[str, Any], path: Path) -> dict[str, int]:
     """Text to id of every token in a parsed tokenizer.json."""
-    vocab = tokenizer.get("model", {}).get("vocab", {})
-    if not isinstance(vocab, Mapping):  # unigram models list [text, score] pairs instead
-        vocab = {text: index for index, (text, _) in enumerate(vocab)}
-    added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
-    return {**vocab, **added}
+    try:
+        vocab = tokenizer.get("model", {}).get("vocab", {})
+        if not isinstance(vocab, Mapping):  # unigram models list [text, score] pairs instead
+            vocab = {text: index for index, (text, _) in enumerate(vocab)}
+        added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: expected model.vocab and added_tokens as tokenizers writes them") from error
+    ids = {**vocab, **added}
+    for text, index in ids.items():
+        if not _is_id(index):
+            raise CheckpointError(f"{path}: token {text!r}: expected an id, got {index!r}")
+    return ids
 
 
-def _ids(values: Iterable[int | list[int] | None]) -> tuple[int, ...]:
+def _eos_ids(values: Iterable[Any], tokenizer_len: int, path: Path) -> tuple[int, ...]:
     """The union of single ids, lists of ids and Nones."""
     found: set[int] = set()
     for value in values:
-        if value is not None:
-            found.update(value if isinstance(value, list) else [value])
+        for index in value if isinstance(value, list) else [value]:
+            if index is None:
+                continue
+            if not _is_id(index) or index >= tokenizer_len:
+                raise CheckpointError(
+                    f"{path}: end-of-sequence id: expected that of a token, in 0 .. {tokenizer_len - 1}, got {index!r};"
+                    " see eos_token_id in its configuration"
+                )
+            found.add(index)
     return tuple(sorted(found))
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

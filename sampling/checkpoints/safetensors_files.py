@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import safetensors
 
+from sampling.checkpoints.inspection import read_json
 from sampling.errors import CheckpointError
 
 _INDEX = "model.safetensors.index.json"
@@ -57,7 +57,10 @@ def _shards(directory: Path) -> list[Path]:
                 " save the model with save_pretrained(..., safe_serialization=True)"
             )
         return paths
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
+        raise CheckpointError(f"{index}: weight_map: expected a file name for each tensor, got {str(files)[:200]}")
+    names = sorted(set(files.values()))
     for name in names:
         if not (directory / name).is_file():
             raise CheckpointError(f"{directory / name}: named by {_INDEX}, but missing; copy all {len(names)} shards")

@@ -6,6 +6,7 @@ implement is refused by name; none is ever ignored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +20,9 @@ FAMILIES = {
     "MistralForCausalLM": "mistral",
 }
 """Architecture names of config.json, and the family that each belongs to."""
+
+MAX_LAYERS = 10_000
+"""More is a damaged file rather than a model."""
 
 # Settings that change what the model computes, with the only values under which this code computes the same.
 _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -66,14 +70,14 @@ class RopeScaling:
         if kind in (None, "default"):
             return None
         if kind == "linear":
-            return cls("linear", factor=float(_need(settings, "factor", "rope_scaling")))
+            return cls("linear", factor=_real(settings, "factor"))
         if kind == "llama3":
             return cls(
                 "llama3",
-                factor=float(_need(settings, "factor", "rope_scaling")),
-                low_freq_factor=float(_need(settings, "low_freq_factor", "rope_scaling")),
-                high_freq_factor=float(_need(settings, "high_freq_factor", "rope_scaling")),
-                original_max_position=int(_need(settings, "original_max_position_embeddings", "rope_scaling")),
+                factor=_real(settings, "factor"),
+                low_freq_factor=_real(settings, "low_freq_factor"),
+                high_freq_factor=_real(settings, "high_freq_factor"),
+                original_max_position=_whole(settings, "original_max_position_embeddings"),
             )
         raise CheckpointError(
             f"config.json: rope scaling of type {kind!r} is not supported; supported are default, linear, llama3"
@@ -156,24 +160,21 @@ class ModelConfig:
                 raise CheckpointError(
                     f"config.json: {name} = {settings[name]!r} is not supported; expected {accepted[0]!r}"
                 )
-        width, heads = (
-            int(_need(settings, "hidden_size")),
-            int(_need(settings, "num_attention_heads")),
-        )
-        layers = int(_need(settings, "num_hidden_layers"))
+        width, heads = _whole(settings, "hidden_size"), _whole(settings, "num_attention_heads")
+        layers = _whole(settings, "num_hidden_layers", most=MAX_LAYERS)
         attention_bias = bool(settings.get("attention_bias", False))
         rope = _rope_settings(settings)
         return cls(
             family=family,
-            vocab_size=int(_need(settings, "vocab_size")),
+            vocab_size=_whole(settings, "vocab_size"),
             width=width,
             layers=layers,
             heads=heads,
             kv_heads=_kv_heads(settings, family, heads),
-            head_dim=int(settings.get("head_dim") or _default_head_dim(family, width, heads)),
-            ffn=int(_need(settings, "intermediate_size")),
-            norm_eps=float(_need(settings, "rms_norm_eps")),
-            rope_theta=float(rope.get("rope_theta", 10000.0)),
+            head_dim=_optional_whole(settings, "head_dim") or _default_head_dim(family, width, heads),
+            ffn=_whole(settings, "intermediate_size"),
+            norm_eps=_real(settings, "rms_norm_eps"),
+            rope_theta=_real({"rope_theta": 10000.0, **rope}, "rope_theta"),
             rope_scaling=RopeScaling.from_hf(rope),
             tied_head=bool(settings.get("tie_word_embeddings", False)),
             qkv_bias=family == "qwen2" or attention_bias,
@@ -181,22 +182,36 @@ class ModelConfig:
             mlp_bias=bool(settings.get("mlp_bias", False)),
             qk_norm=family == "qwen3",
             sliding_windows=_sliding_windows(settings, family, layers),
-            max_position=int(_need(settings, "max_position_embeddings")),
+            max_position=_whole(settings, "max_position_embeddings"),
         )
 
 
-def _need(settings: Mapping[str, Any], name: str, where: str = "config.json") -> Any:
-    if settings.get(name) is None:
-        raise CheckpointError(f"{where}: expected a value for {name!r}, found none")
-    return settings[name]
+def _whole(settings: Mapping[str, Any], name: str, least: int = 1, most: int = 2**31 - 1) -> int:
+    value = settings.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise CheckpointError(f"config.json: {name}: expected a whole number in {least} .. {most}, got {value!r}")
+    return value
+
+
+def _optional_whole(settings: Mapping[str, Any], name: str) -> int | None:
+    return None if settings.get(name) is None else _whole(settings, name)
+
+
+def _real(settings: Mapping[str, Any], name: str) -> float:
+    value = settings.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise CheckpointError(f"config.json: {name}: expected a finite number, got {value!r}")
+    return float(value)
 
 
 def _family(settings: Mapping[str, Any]) -> str:
     names = settings.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"config.json: architectures: expected a list of names, got {names!r}")
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
-    if not names and settings.get("model_type") in FAMILIES.values():
+    if not names and settings.get("model_type") in [*FAMILIES.values()]:
         return settings["model_type"]
     came = ", ".join(names) or f"model_type {settings.get('model_type')!r}"
     raise CheckpointError(f"config.json: architecture {came} is not supported; supported are {', '.join(FAMILIES)}")
@@ -206,7 +221,7 @@ def _kv_heads(settings: Mapping[str, Any], family: str, heads: int) -> int:
     # The first Llama files predate grouped heads and leave the setting out.
     if family == "llama" and settings.get("num_key_value_heads") is None:
         return heads
-    return int(_need(settings, "num_key_value_heads"))
+    return _whole(settings, "num_key_value_heads")
 
 
 def _default_head_dim(family: str, width: int, heads: int) -> int:
@@ -216,6 +231,8 @@ def _default_head_dim(family: str, width: int, heads: int) -> int:
 def _rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary settings in one mapping, wherever the writer put them."""
     nested = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    if not isinstance(nested, Mapping):
+        raise CheckpointError(f"config.json: rope_parameters: expected an object, got {nested!r}")
     if any(isinstance(value, Mapping) for value in nested.values()):
         raise CheckpointError("config.json: rope_parameters that differ between layer types are not supported")
     if nested.get("partial_rotary_factor", 1) != 1:
@@ -227,15 +244,18 @@ def _rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sliding_windows(settings: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
-    window = settings.get("sliding_window")
     if family == "mistral":
-        return (None if window is None else int(window),) * layers
-    kinds = settings.get("layer_types")
+        return (_optional_whole(settings, "sliding_window"),) * layers
+    window, kinds = settings.get("sliding_window"), settings.get("layer_types")
     if family == "llama" or not settings.get("use_sliding_window", False):
         window = None
+    if window is not None:
+        window = _whole(settings, "sliding_window")
     if kinds is None:
-        first = 0 if window is None else int(_need(settings, "max_window_layers"))
-        return tuple(None if window is None or i < first else int(window) for i in range(layers))
+        first = 0 if window is None else _whole(settings, "max_window_layers", least=0)
+        return tuple(None if window is None or i < first else window for i in range(layers))
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise CheckpointError(f"config.json: layer_types: expected a list of names, got {kinds!r}")
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown:
         raise CheckpointError(
@@ -244,4 +264,4 @@ def _sliding_windows(settings: Mapping[str, Any], family: str, layers: int) -> t
         )
     if "sliding_attention" in kinds and window is None:
         raise CheckpointError("config.json: layer_types has sliding_attention layers, but no sliding_window is set")
-    return tuple(int(window) if window is not None and k == "sliding_attention" else None for k in kinds)
+    return tuple(window if k == "sliding_attention" else None for k in kinds)

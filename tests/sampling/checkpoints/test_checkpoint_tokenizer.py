@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -104,3 +105,19 @@ def test_torch_is_not_needed(tmp_path, make):
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(byte_tokenizer()("the").input_ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("tokenizer.json", {"added_tokens": [{"id": 0, "content": "a"}]}),
+        ("tokenizer_config.json", {"extra_special_tokens": [5]}),
+        ("config.json", {"use_cache": [1]}),
+    ],
+)
+def test_whatever_transformers_trips_over_is_one_error_of_ours(tmp_path, name, changes):
+    path = tiny_llama(tmp_path)
+    settings = json.loads((path / name).read_text())
+    (path / name).write_text(json.dumps(settings | changes))
+    with pytest.raises(CheckpointError, match="the tokenizer cannot be read"):
+        load_tokenizer(inspect_checkpoint(path))

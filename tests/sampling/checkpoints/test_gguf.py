@@ -10,7 +10,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from sampling.checkpoints import CheckpointFormat, inspect_checkpoint, load_checkpoint
+from sampling.checkpoints import CheckpointFormat, inspect_checkpoint, load_checkpoint, load_tokenizer
 from sampling.checkpoints.gguf_file import GGUFFile
 from sampling.errors import CheckpointError
 from sampling.models import RopeScaling, Transformer
@@ -221,3 +221,26 @@ def test_damaged_header(tmp_path):
     path.write_bytes(content[:key] + struct.pack("<I", 99) + content[key + 4 :])
     with pytest.raises(CheckpointError, match="damaged GGUF header"):
         inspect_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("llama.block_count", "2", "llama.block_count: expected a number, got '2'"),
+        ("llama.block_count", 10**6, "llama.block_count: expected at most 10000, got 1000000"),
+        ("llama.attention.head_count", 0, "llama.attention.head_count: expected a whole number above 0, got 0"),
+        ("llama.attention.layer_norm_rms_epsilon", float("nan"), "layer_norm_rms_epsilon: expected a number, got nan"),
+        ("llama.context_length", 0.5, "llama.context_length: expected a whole number above 0, got 0.5"),
+        ("tokenizer.ggml.eos_token_id", 5000, "end-of-sequence id: expected that of a token, .*, got 5000"),
+    ],
+)
+def test_a_setting_of_another_kind_is_named(tmp_path, key, value, message):
+    path, _ = tiny_gguf(tmp_path, metadata={key: value})
+    with pytest.raises(CheckpointError, match=message):
+        inspect_checkpoint(path)
+
+
+def test_a_special_token_outside_the_vocabulary_is_named(tmp_path):
+    path, _ = tiny_gguf(tmp_path, metadata={"tokenizer.ggml.bos_token_id": 5000})
+    with pytest.raises(CheckpointError, match=r"bos_token_id: expected the id of a token, in 0 \.\. \d+, got 5000"):
+        load_tokenizer(inspect_checkpoint(path))

@@ -123,3 +123,63 @@ def test_damaged_config(llama, content):
     (llama / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"config\.json: expected a JSON"):
         inspect_checkpoint(llama)
+
+
+ODD_VALUES = (None, True, -1, 0, 1.5, 10**30, float("nan"), "x", [], [None], ["a"], {}, {"a": 1})
+
+
+def places(tree, prefix=()):
+    """The keys that lead to each value of a parsed JSON file, the vocabulary's tokens excepted."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree[:3]) if isinstance(tree, list) else ()
+    for key, value in items:
+        yield (*prefix, key)
+        if key != "vocab":
+            yield from places(value, (*prefix, key))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_any_value_at_any_place_is_used_or_refused(tmp_path, name):
+    path = tiny_llama(tmp_path)
+    text = (path / name).read_text()
+    for place in places(json.loads(text)):
+        for value in ODD_VALUES:
+            tree = parent = json.loads(text)
+            for key in place[:-1]:
+                parent = parent[key]
+            parent[place[-1]] = value
+            (path / name).write_text(json.dumps(tree))
+            try:
+                inspect_checkpoint(path)
+            except CheckpointError as error:
+                assert str(error).startswith(str(path)), (place, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("config.json", {"hidden_size": "32"}, "config.json: hidden_size: expected a whole number in 1 .*, got '32'"),
+        ("config.json", {"num_attention_heads": 0}, "num_attention_heads: expected a whole number in 1 .*, got 0"),
+        ("config.json", {"num_hidden_layers": 10**6}, "num_hidden_layers: expected a whole number in 1 .. 10000"),
+        ("config.json", {"rms_norm_eps": "x"}, "rms_norm_eps: expected a finite number, got 'x'"),
+        ("config.json", {"architectures": "LlamaForCausalLM"}, "architectures: expected a list of names"),
+        ("config.json", {"rope_parameters": "yarn"}, "rope_parameters: expected an object, got 'yarn'"),
+        ("config.json", {"eos_token_id": "2"}, "end-of-sequence id: expected that of a token, .*, got '2'"),
+        ("generation_config.json", {"eos_token_id": [2, 266]}, r"expected that of a token, in 0 \.\. 265, got 266"),
+        ("tokenizer.json", {"model": 5}, "tokenizer.json: expected model.vocab and added_tokens"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(tmp_path, name, changes, message):
+    path = tiny_llama(tmp_path)
+    settings = json.loads((path / name).read_text())
+    (path / name).write_text(json.dumps(settings | changes))
+    with pytest.raises(CheckpointError, match=message):
+        inspect_checkpoint(path)
+
+
+def test_endless_json_and_other_references_are_refused(tmp_path):
+    path = tiny_llama(tmp_path)
+    (path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="expected a JSON file"):
+        inspect_checkpoint(path)
+    with pytest.raises(CheckpointError, match="checkpoint: expected text or a path, got None"):
+        inspect_checkpoint(None)

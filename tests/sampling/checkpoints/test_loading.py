@@ -221,3 +221,13 @@ def test_digest_depends_on_bits_and_names_alone():
 
 def test_digest_tells_negative_zero_from_zero():
     assert weights_digest({"a": np.zeros(1)}) != weights_digest({"a": -np.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 5}}', '{"weight_map": {}}']
+)
+def test_a_damaged_index_is_refused_by_name(tmp_path, text):
+    path = tiny_llama(tmp_path, max_shard_size="10KB")
+    (path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"index.json: (weight_map: )?expected a"):
+        load_checkpoint(path)

@@ -123,7 +123,7 @@ def test_qwen3_has_its_own_head_dim_and_norms():
         ({"head_dim": 7}, "even"),
         (_as("qwen2", layer_types=["linear_attention"] * 3), "linear_attention"),
         (_as("qwen2", num_key_value_heads=None), "num_key_value_heads"),
-        (_as("mistral", sliding_window=0), "sliding window below 1"),
+        (_as("mistral", sliding_window=0), "sliding_window: expected a whole number in 1"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(settings, named):
