@@ -50,8 +50,7 @@ def connected(address: str | None, placement: Placement) -> Iterator[None]:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     address = address or os.environ.get("RAY_ADDRESS")
     if address:
-        _require_listener(address)
-        ray.init(address=address, runtime_env=_carried_code(), **quiet)
+        _join(address, quiet)
     else:
         cpus = max(os.cpu_count() or 1, math.ceil(placement.num_workers * placement.cpus))
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
@@ -65,14 +64,18 @@ def connected(address: str | None, placement: Placement) -> Iterator[None]:
         ray.shutdown()
 
 
-def _require_listener(address: str) -> None:
-    """Ray itself would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if port.isdigit():  # not "auto"
-        try:
+def _join(address: str, quiet: dict[str, Any]) -> None:
+    """Connects to a running cluster. Its port is tried first: Ray itself would try for minutes."""
+    try:
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        if address != "auto":
             socket.create_connection((host, int(port)), CONNECT_S).close()
-        except OSError as error:
-            raise ConfigError(f"address: expected that of a running Ray cluster, got {address!r}: {error}") from error
+        ray.init(address=address, runtime_env=_carried_code(), **quiet)
+    except (OSError, ValueError, OverflowError, AttributeError) as error:  # ports that are none, addresses of no text
+        raise ConfigError(
+            f"address: expected that of a running Ray cluster (host:port, ray://host:port or auto), got {address!r}:"
+            f" {error}"
+        ) from error
 
 
 def _require_devices(placement: Placement) -> None:
