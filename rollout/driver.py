@@ -45,6 +45,8 @@ def sample_run(
     began = time.monotonic()
     progress = progress or ProgressReporter(quiet=True)
     with RunFolder.open(out_dir, config) as folder:
+        prompts_digest = digest_prompts(config.prompts)
+        folder.require_same(prompts_digest=prompts_digest)
         if folder.finished:
             return RunSummary.from_folder(folder.path, already_finished=True)
         reward = reward_from_config(config.reward)
@@ -59,7 +61,7 @@ def sample_run(
             folder.begin(
                 weights_digest=pool.description.weights_digest,
                 numerics={fingerprint_digest(numerics): numerics},
-                prompts_digest=digest_prompts(config.prompts),
+                prompts_digest=prompts_digest,
                 prompts_total=census.prompts,
                 rows_total=census.rows,
             )
@@ -78,6 +80,7 @@ def sample_run(
                 folder.add_group(group)
                 rows_done += len(group)
             report()
+            folder.require_same(prompts_digest=digest_prompts(config.prompts))  # nobody edited the file meanwhile
             folder.finish()
             engines, sampled_s = pool.stats().engines, time.monotonic() - loaded
         return RunSummary.from_folder(

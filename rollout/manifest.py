@@ -115,7 +115,10 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest.model_validate_json(path.read_bytes())
     except pydantic.ValidationError as error:
         fault = error.errors()[0]
-        place = ".".join(map(str, fault["loc"]))
-        raise RecordError(f"{path}: {place}: {fault['msg']}; was it edited, or written by another release?") from error
+        place = "".join(f" {part}:" for part in fault["loc"])
+        raise RecordError(
+            f"{path}:{place} {fault['msg']}; it was edited, damaged or written by another release."
+            " Restore it, or choose another --out"
+        ) from error
     check_version(manifest.schema_version, str(path))
     return manifest

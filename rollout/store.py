@@ -100,13 +100,7 @@ class RunFolder:
         Raises:
             ConfigError: the folder's rows came from other weights or another prompt file.
         """
-        for name, ours in (("weights_digest", weights_digest), ("prompts_digest", prompts_digest)):
-            theirs = getattr(self.manifest, name)
-            if theirs not in (None, ours):
-                raise ConfigError(
-                    f"{self.path}: holds rows made with {name} {theirs}, this start has {ours}: the file behind the"
-                    " same name has changed. Restore it, or choose another --out"
-                )
+        self.require_same(weights_digest=weights_digest, prompts_digest=prompts_digest)
         self._commit(
             weights_digest=weights_digest,
             prompts_digest=prompts_digest,
@@ -114,6 +108,20 @@ class RunFolder:
             prompts_total=prompts_total,
             rows_total=rows_total,
         )
+
+    def require_same(self, **digests: str) -> None:
+        """Refuses what is not that which the folder's rows were made from; see `begin`.
+
+        Raises:
+            ConfigError: `weights_digest` or `prompts_digest` is another than the manifest's.
+        """
+        for name, ours in digests.items():
+            theirs = getattr(self.manifest, name)
+            if theirs not in (None, ours):
+                raise ConfigError(
+                    f"{self.path}: holds rows made with {name} {theirs}, this start has {ours}: the file behind the"
+                    " same name has changed. Restore it, or choose another --out"
+                )
 
     def add_group(self, group: Sequence[Trajectory]) -> None:
         """Takes all samples of one prompt; commits a file when enough rows have come together.

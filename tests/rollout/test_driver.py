@@ -25,7 +25,7 @@ from rollout.manifest import MANIFEST_NAME, read_manifest
 from rollout.progress import ProgressReporter
 from rollout.shards import content_hash, read_trajectories
 from rollout.status import read_status
-from sampling.errors import CheckpointError, PromptError
+from sampling.errors import CheckpointError, ConfigError, PromptError
 from sampling.types import StopReason
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
@@ -107,6 +107,34 @@ def test_a_finished_run_is_left_alone(tiny_config, finished):
     assert {file: file.stat().st_mtime_ns for file in before} == before
 
 
+def prompt_file(path, *texts):
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return {"source": "jsonl", "path": str(path)}
+
+
+def test_a_finished_run_refuses_other_prompts_under_the_same_name(tiny_config, tmp_path):
+    config = tiny_config(prompts=prompt_file(tmp_path / "p.jsonl", "a", "b"))
+    sample_run(config, tmp_path / "run")
+    assert sample_run(config, tmp_path / "run").already_finished
+    prompt_file(tmp_path / "p.jsonl", "a", "c")
+    with pytest.raises(ConfigError, match=r"prompts_digest .*the file behind the same name has changed"):
+        sample_run(config, tmp_path / "run")
+    assert len(rows(tmp_path / "run")) == 2
+
+
+def test_prompts_that_are_edited_while_they_are_sampled_do_not_pass_for_the_old_ones(tiny_config, tmp_path):
+    file = tmp_path / "p.jsonl"
+    config = tiny_config(prompts=prompt_file(file, *"abcdef"))
+
+    class Editor(ProgressReporter):
+        def update(self, progress):
+            prompt_file(file, *"abcdeg")
+
+    with pytest.raises(ConfigError, match="the file behind the same name has changed"):
+        sample_run(config, tmp_path / "run", progress=Editor(quiet=True))
+    assert read_status(tmp_path / "run").state == "unfinished"
+
+
 @pytest.mark.slow
 def test_a_killed_driver_loses_nothing(tiny_config, tmp_path):
     long = [{"id": str(i), "prompt": "abc", "n": 4} for i in range(300)]
@@ -142,6 +170,8 @@ def test_prompts_that_cannot_be_sampled_are_recorded_and_the_rest_goes_on(tiny_c
     result = CliRunner().invoke(main, ["sample", str(config), "--out", str(tmp_path / "run")])
     assert result.exit_code == 1, result.output
     assert "(3 failed)" in result.output
+    assert "  prompt 'too long', sample 0: PromptError: prompt 'too long': 64 tokens leave no room" in result.stderr
+    assert "  prompt 'no token', sample 0: PromptError: " in result.stderr
     found = list(read_trajectories(tmp_path / "run"))
     assert [(row.prompt_id, row.failed) for row in found] == [
         ("too long", True),
