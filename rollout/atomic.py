@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable
@@ -33,6 +34,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> str:
         temporary.replace(path)
         _sync_directory(path.parent)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # on a full disk, half a file takes the room that the next try needs
         raise RunError(
             f"{path}: cannot be written: {error.strerror}; what was committed before is safe,"
             " start the same command again to continue"

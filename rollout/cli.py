@@ -47,6 +47,8 @@ def _explain(error: Exception) -> tuple[str, int]:
 
     if isinstance(error, ServiceError):
         return f"error: {error}", error.exit_code
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"error: {error.filename}: {error.strerror}", FAILED
     words = f"unexpected {type(error).__name__}: {error}"
     return f"{words}. This is a fault of rollout rather than of your input; --debug shows where", FAILED
 

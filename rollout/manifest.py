@@ -105,14 +105,18 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a run folder.
 
     Raises:
-        ConfigError: the folder holds no run.
+        ConfigError: the folder holds no run, or cannot be read.
         RecordError: the manifest is damaged or of another version.
     """
     path = folder / MANIFEST_NAME
-    if not path.is_file():
-        raise ConfigError(f"{folder}: expected a folder made by 'rollout sample', found no {MANIFEST_NAME} in it")
     try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
+        if not path.is_file():
+            raise ConfigError(f"{folder}: expected a folder made by 'rollout sample', found no {MANIFEST_NAME} in it")
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        manifest = Manifest.model_validate_json(text)
     except pydantic.ValidationError as error:
         fault = error.errors()[0]
         place = "".join(f" {part}:" for part in fault["loc"])

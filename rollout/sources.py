@@ -181,15 +181,17 @@ def _parquet_rows(path: str) -> Iterator[tuple[str, Any]]:
             f"{path}: unknown column {', '.join(map(repr, unknown))}; known are {', '.join(ROW_FIELDS)}."
             " Put your own values into 'metadata'"
         )
-    number = 0
-    for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
-        for row in batch.to_pylist():
-            where = f"{path}, row {number}"
-            yield (
-                where,
-                row | {name: _parquet_object(row[name], f"{where}: {name}") for name in _OBJECTS & row.keys()},
-            )
-            number += 1
+    for number, row in enumerate(_plain_parquet_rows(file, path)):
+        where = f"{path}, row {number}"
+        yield where, row | {name: _parquet_object(row[name], f"{where}: {name}") for name in _OBJECTS & row.keys()}
+
+
+def _plain_parquet_rows(file: pyarrow.parquet.ParquetFile, path: str) -> Iterator[dict[str, Any]]:
+    try:
+        for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
+            yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"{path}: cannot be read as Parquet, it may be damaged: {error}") from error
 
 
 _OBJECTS = {"sampling", "metadata"}
@@ -247,5 +249,5 @@ def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
     _open(path).close()
     try:
         return pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise PromptError(f"{path}: expected a Parquet file: {error}; for JSON lines use source: jsonl") from error

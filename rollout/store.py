@@ -56,13 +56,15 @@ class RunFolder:
             RecordError: its manifest or a committed file is damaged.
         """
         path = Path(path)
-        if path.is_dir() and not (path / MANIFEST_NAME).exists():
-            _refuse_foreign_files(path)
         try:
+            if path.is_dir() and not (path / MANIFEST_NAME).exists():
+                _refuse_foreign_files(path)
             (path / SHARDS_NAME).mkdir(parents=True, exist_ok=True)
+            lock = _lock(path)
         except OSError as error:
-            raise ConfigError(f"{path}: cannot make the output folder: {error.strerror}") from error
-        lock = _lock(path)
+            raise ConfigError(
+                f"{path}: cannot be made or written: {error.strerror}; choose another --out, or make room for it"
+            ) from error
         try:
             manifest = read_manifest(path) if (path / MANIFEST_NAME).exists() else None
             if manifest is None or not manifest.shards:
@@ -194,7 +196,7 @@ def _lock(path: Path) -> Any:
     file = (path / _LOCK_NAME).open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         file.close()
         raise RunError(f"{path}: another process is writing this run; wait for it, or choose another --out") from error
     return file

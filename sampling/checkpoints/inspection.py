@@ -60,8 +60,11 @@ def inspect_checkpoint(reference: str | Path) -> CheckpointInfo:
     Raises:
         CheckpointError: nothing is there, it is damaged, or the model is of an unsupported kind.
     """
-    path = resolve(reference)
-    return _inspect_gguf(path) if path.is_file() else _inspect_directory(path)
+    try:
+        path = resolve(reference)
+        return _inspect_gguf(path) if path.is_file() else _inspect_directory(path)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or reference}: cannot be read: {error.strerror}") from error
 
 
 def resolve(reference: str | Path) -> Path:
@@ -156,11 +159,13 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing or no JSON object.
     """
-    if optional and not path.is_file():
-        return {}
     try:
+        if optional and not path.is_file():
+            return {}
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected a JSON file: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")

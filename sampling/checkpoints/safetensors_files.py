@@ -69,8 +69,11 @@ def _shards(directory: Path) -> list[Path]:
 
 def _open(path: Path) -> safetensors.safe_open:
     try:
+        path.open("rb").close()  # the library calls whatever it cannot open missing
         return safetensors.safe_open(path, framework="numpy")
-    except (safetensors.SafetensorError, OSError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except safetensors.SafetensorError as error:
         raise CheckpointError(
             f"{path}: not a complete safetensors file ({error}), {path.stat().st_size} bytes; copy it again"
         ) from error

@@ -1,5 +1,6 @@
 """Tests rollout/atomic.py: a file is the old one or the new one, never a part."""
 
+import errno
 import hashlib
 import os
 
@@ -41,6 +42,16 @@ def test_the_content_is_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fsync)
     write_atomically(path, lambda file: file.write(b"x"))
     assert events == [False, True], "first the file under its temporary name, then the folder with the new name"
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path):
+    def fails(file):
+        file.write(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(RunError, match="a: cannot be written: No space left on device; what was committed before is"):
+        write_atomically(tmp_path / "a", fails)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_gone_is_named(tmp_path):

@@ -85,6 +85,12 @@ def test_an_error_that_nobody_foresaw_is_one_line_too(driver, tmp_path, error):
     assert "Traceback" in run("sample", QUICKSTART, "--out", tmp_path / "run", "--debug").stderr
 
 
+def test_trouble_with_a_file_is_not_called_a_fault_of_ours(driver, tmp_path):
+    driver.outcome = PermissionError(13, "Permission denied", "/some/file")
+    result = run("sample", QUICKSTART, "--out", tmp_path / "run")
+    assert (result.exit_code, result.stderr) == (1, "rollout: error: /some/file: Permission denied\n")
+
+
 def test_failed_samples_exit_1_with_their_reasons(driver, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     write_run(folder)

@@ -222,3 +222,16 @@ def test_jsonl_takes_the_line_ends_of_windows(tmp_path):
 def test_a_config_holds_nothing_that_its_file_could_not(changes, message):
     with pytest.raises(ConfigError, match=message):
         parse_config({"model": {"checkpoint": "x"}, "prompts": changes})
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path):
+    path = tmp_path / "p.parquet"
+    pa.parquet.write_table(pa.table({"prompt": [str(i) * 50 for i in range(500)]}), path, use_dictionary=False)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100] + bytes(200) + whole[300:])
+    with pytest.raises(PromptError, match=r"p\.parquet: cannot be read as Parquet, it may be damaged"):
+        list(read_prompts(ParquetSource(source="parquet", path=str(path))))
+    for text in (b"", whole[:-1], b"PAR1" + bytes(100) + b"PAR1"):
+        path.write_bytes(text)
+        with pytest.raises(PromptError, match=r"p\.parquet: expected a Parquet file"):
+            list(read_prompts(ParquetSource(source="parquet", path=str(path))))

@@ -7,6 +7,7 @@
 """
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -181,8 +182,22 @@ def test_a_folder_with_foreign_files_is_refused_and_left_alone(tmp_path):
     with pytest.raises(ConfigError, match=r"expected a new or empty folder, or a run; it holds thesis\.tex"):
         RunFolder.open(tmp_path, config())
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
-    with pytest.raises(ConfigError, match="cannot make the output folder"):
+    with pytest.raises(ConfigError, match=r"thesis.tex: cannot be made or written: .*; choose another --out"):
         RunFolder.open(tmp_path / "thesis.tex", config())
+    with pytest.raises(ConfigError, match="cannot be made or written: File name too long"):
+        RunFolder.open(tmp_path / ("x" * 300), config())
+
+
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
+    def denied(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(ConfigError, match="run: cannot be made or written: Permission denied"):
+        RunFolder.open(tmp_path / "run", config())
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(ConfigError, match=r"manifest.json: cannot be read: Permission denied"):
+        read_manifest(tmp_path / "run")
 
 
 def test_two_writers_cannot_share_a_folder(tmp_path):

@@ -231,3 +231,22 @@ def test_a_damaged_index_is_refused_by_name(tmp_path, text):
     (path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"index.json: (weight_map: )?expected a"):
         load_checkpoint(path)
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    path = tiny_llama(tmp_path)
+    real = Path.open
+
+    def denied(self, *args, **kwargs):
+        if self.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read: Permission denied$"):
+        load_checkpoint(path)
+
+
+def test_a_name_that_no_file_can_have_is_refused():
+    with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
+        load_checkpoint("x" * 300)
