@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +24,8 @@ def load_tokenizer(info: CheckpointInfo) -> PreTrainedTokenizerFast:
         CheckpointError: the checkpoint has no tokenizer, or none that can be read.
     """
     # Transformers takes seconds and hundreds of megabytes to import; whoever only samples tokens is spared.
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    with _without_advice():
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     from sampling.checkpoints.gguf_tokenizer import gguf_tokenizer
 
@@ -54,6 +58,20 @@ def load_backend(info: CheckpointInfo) -> Tokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more precise
         raise CheckpointError(f"{info.path}: the tokenizer cannot be read: {error}") from error
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Within it Transformers does not advise to install PyTorch, which nothing here needs; its warnings are shown."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def _require_tokenizer_json(info: CheckpointInfo) -> Path:

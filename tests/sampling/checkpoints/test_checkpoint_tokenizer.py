@@ -105,6 +105,22 @@ def test_torch_is_not_needed(tmp_path, make):
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(byte_tokenizer()("the").input_ids)
+    assert "PyTorch" not in done.stderr
+
+
+def test_real_warnings_of_transformers_are_shown(tmp_path):
+    path = tiny_llama(tmp_path)
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from sampling.checkpoints import inspect_checkpoint, load_tokenizer\n"
+        f"load_tokenizer(inspect_checkpoint({str(path)!r}))\n"
+        "from transformers.utils import logging\n"
+        "logging.get_logger('transformers').warning_advice('advice on something else')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True
+    )
+    assert "advice on something else" in done.stderr
 
 
 @pytest.mark.parametrize(
