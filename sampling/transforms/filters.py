@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from sampling.state import StepState
 from sampling.transforms.base import per_row
 from sampling.transforms.cuts import Cut, CutFilter, cut_among_ties, cut_at, cut_below
-from sampling.transforms.thresholds import kth_largest, nucleus_edge
+from sampling.transforms.thresholds import from_ordered_bits, kth_largest, largest, nucleus_edge, ordered_bits
 
 
 class TopK(CutFilter):
@@ -48,15 +48,21 @@ class TopP(CutFilter):
     def summary(self, state: StepState, logits: jax.Array) -> Cut:
         mass = relative_mass(logits)
         tail = (1.0 - per_row(self.p)[:, 0]) * jnp.sum(mass, axis=-1)
-        edge = nucleus_edge(mass, tail)[:, None]
-        score = jnp.min(jnp.where(mass >= edge, logits, jnp.inf), axis=-1)
-        below = jnp.sum(jnp.where(logits < score[:, None], mass, 0.0), axis=-1)
-        room = (tail - below)[:, None]
+        edge = nucleus_edge(mass, tail)
+        tied = mass == edge[:, None]
+        count = jnp.sum(tied, axis=-1, dtype=jnp.int32)
 
-        def kept(rank: jax.Array, count: jax.Array) -> jax.Array:
-            return (rank.astype(jnp.float32) * edge > room) | (rank == count)
+        def among_tied() -> Cut:
+            # As many of the least go as fit into the tail. Equal mass need not mean equal scores.
+            room = tail - jnp.sum(jnp.where(mass < edge[:, None], mass, 0.0), axis=-1)
+            gone = jnp.minimum(jnp.floor(room / edge).astype(jnp.int32), count - 1)
+            order = jnp.where(tied, ordered_bits(logits), jnp.iinfo(jnp.int32).max)
+            least = largest(lambda bits: jnp.sum(order < bits[:, None], axis=-1) <= gone, logits.shape[0])
+            score = from_ordered_bits(least)
+            lower = jnp.sum(tied & (logits < score[:, None]), axis=-1, dtype=jnp.int32)
+            return cut_among_ties(logits, score, lambda rank, _: rank > (gone - lower)[:, None])
 
-        return cut_among_ties(logits, score, kept)
+        return jax.lax.cond(jnp.any(count > 1), among_tied, lambda: cut_below(logits, mass >= edge[:, None]))
 
 
 class MinP(CutFilter):

@@ -127,3 +127,10 @@ def test_min_p_equals_transformers(batch, ps):
 def min_p_allows(row, choice, p):
     ratio = np.exp(row - row.max())
     return np.all(ratio[choice] > p * (1 - 1e-5)) and np.all(ratio[~choice] < p * (1 + 1e-5))
+
+
+def test_top_p_orders_tokens_of_equal_mass_by_their_scores():
+    """exp cannot tell 0 from 1e-37; the better of the two still stays, as a sort by scores has it."""
+    tiny = 1e-37
+    assert kept(run(TopP(0.25), [tiny, 0.0], [0.0, tiny], [0.0, 0.0])) == [[0], [1], [1]]
+    assert kept(run(TopP(0.5), [tiny, 0.0, tiny, 0.0], [0.0, 0.0, tiny, tiny])) == [[0, 2], [2, 3]]
