@@ -91,7 +91,7 @@ def sample(config: Path, out: Path, overrides: tuple[str, ...], address: str | N
     if not quiet:
         summary.render(Console(file=sys.stdout))
     if summary.failed:
-        click.echo(f"rollout: {summary.failed} samples failed; their records tell why, under `failure`:", err=True)
+        click.echo(f"rollout: {summary.failed} sample(s) failed, as told under `failure` in their records:", err=True)
         for failure in summary.failures:
             click.echo(f"  {failure}", err=True)
         sys.exit(FAILED)

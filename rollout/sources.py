@@ -242,7 +242,8 @@ def _open(path: str) -> Any:
     try:
         return Path(path).open("rb")
     except OSError as error:
-        raise PromptError(f"{path}: cannot read the prompts: {error.strerror}; check prompts.path") from error
+        hint = "check prompts.path" if Path(path).is_absolute() else f"prompts.path starts in {Path.cwd()}"
+        raise PromptError(f"{path}: cannot read the prompts: {error.strerror}; {hint}") from error
 
 
 def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:

@@ -48,6 +48,8 @@ class Tokenizer:
         elif prompt.messages is not None:
             try:
                 ids = self.encode_messages(prompt.messages)
+            except PromptError as error:
+                raise PromptError(f"{prompt.place}: messages: {error}") from error
             except Exception as error:  # templates are foreign code and raise what they like
                 raise PromptError(f"{prompt.place}: messages: the chat template refused them: {error}") from error
         else:

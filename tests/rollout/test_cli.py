@@ -101,7 +101,7 @@ def test_failed_samples_exit_1_with_their_reasons(driver, tmp_path, monkeypatch)
     result = run("sample", QUICKSTART, "--out", folder)
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-2:] == [
-        "rollout: 3 samples failed; their records tell why, under `failure`:",
+        "rollout: 3 sample(s) failed, as told under `failure` in their records:",
         "  prompt 'a', sample 0: too long",
     ]
 
