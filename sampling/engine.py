@@ -123,7 +123,7 @@ class Engine:
         self._capacity = capacity or Capacity()
         self._model = Transformer(info.config, dtype=DTYPES[dtype])
         self._params = jax.device_put(
-            jax.tree.map(lambda leaf: np.asarray(leaf).astype(DTYPES[dtype]), checkpoint.params)
+            jax.tree.map(lambda leaf: np.asarray(leaf).astype(DTYPES[dtype], copy=False), checkpoint.params)
         )
         self._tokenizer = _tokenizer(info)
         pieces = vocabulary_pieces(self._tokenizer, info.config.vocab_size) if self._tokenizer else [b"?"]
