@@ -46,22 +46,53 @@ def connected(address: str | None, placement: Placement) -> Iterator[None]:
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    handler = signal.getsignal(signal.SIGTERM)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     address = address or os.environ.get("RAY_ADDRESS")
-    if address:
-        _join(address, quiet)
-    else:
-        cpus = max(os.cpu_count() or 1, math.ceil(placement.num_workers * placement.cpus))
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)  # Ray has put its own there, which prints stacks and exits with 1
     try:
+        with _signals_held():
+            if address:
+                _join(address, quiet)
+            else:
+                cpus = max(os.cpu_count() or 1, math.ceil(placement.num_workers * placement.cpus))
+                ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
         if not address:
             _require_devices(placement)
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Within it SIGINT and SIGTERM wait for the end: an exception amid the start of Ray's core aborts the process.
+
+    A second signal does not wait. Afterwards the handlers are the old ones; Ray's own for SIGTERM prints stacks.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    held: list[int] = []
+
+    def put_back() -> None:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+    def hold(signum: int, _: object) -> None:
+        held.append(signum)
+        if len(held) > 1:
+            put_back()
+            signal.raise_signal(signum)
+
+    for signum, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(signum, hold)
+    try:
+        yield
+    finally:
+        put_back()
+        if held:
+            signal.raise_signal(held[0])
 
 
 def _join(address: str, quiet: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -225,6 +226,32 @@ def test_an_address_where_nothing_listens_is_said_at_once(address, monkeypatch):
         connected(address, Placement()),
     ):
         pass
+
+
+def test_a_signal_waits_until_ray_has_started_and_a_second_one_does_not(monkeypatch):
+    """Ray's core aborts the process when an exception comes in between."""
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def init(signals):
+        def start(**_):
+            for _ in range(signals):
+                signal.raise_signal(signal.SIGINT)
+            signal.signal(signal.SIGTERM, lambda *_: None)  # as Ray does
+            seen.append("started")
+
+        return start
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.shutdown", lambda: seen.append("shut down"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for signals, expected in ((1, ["started", "shut down"]), (2, ["shut down"])):
+        monkeypatch.setattr("ray.init", init(signals))
+        with pytest.raises(KeyboardInterrupt), connected(None, Placement()):
+            seen.append("entered")
+        assert seen == expected
+        assert signal.getsignal(signal.SIGTERM) is before
+        seen.clear()
 
 
 def test_workers_without_a_gpu_never_open_one():  # B068
