@@ -126,6 +126,8 @@ def test_another_engine_of_the_same_geometry_gives_the_same_bits(checkpoint, alo
 
 
 def test_seed_prompt_id_and_sample_index_all_matter(engine):
+    """Case B037: eight samples of one prompt are eight sequences, and the same eight every time."""
+
     def tokens(prompt_id="p", seed=0, **params):
         asked = Request(prompt_id, prompt(1), MIXED[-1].replace(**params), run_seed=seed)
         return [tuple(c.completion_tokens) for group in engine.generate([asked]) for c in group.completions]
@@ -134,7 +136,7 @@ def test_seed_prompt_id_and_sample_index_all_matter(engine):
     assert tokens() == base
     assert tokens(seed=1) != base
     assert tokens(prompt_id="q") != base
-    assert len(set(tokens(n=8))) == 8
+    assert len(set(tokens(n=8))) == 8 and tokens(n=8) == tokens(n=8)
 
 
 def test_a_request_seed_takes_the_place_of_the_runs(engine):

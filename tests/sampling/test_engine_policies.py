@@ -137,6 +137,25 @@ def test_stop_ids_end_with_their_own_reason(engine):
     assert len(stopped.behaviour_logprobs) == len(stopped.completion_tokens)
 
 
+def test_every_end_leaves_arrays_of_one_length(engine):
+    """Case B031: the token that ends a row stays in it, with its log-prob, whatever the reason."""
+    ends = {
+        StopReason.EOS: {"logit_bias": {EOS_ID: 50.0}},
+        StopReason.STOP_TOKEN: {"logit_bias": {9: 50.0}, "stop_token_ids": [9]},
+        StopReason.STOP_STRING: {"logit_bias": {69: 50.0}, "stop": engine._vocabulary.text_bytes([69]).decode()},
+        StopReason.LENGTH: {"ignore_eos": True},
+        StopReason.CACHE_FULL: {"ignore_eos": True, "max_new_tokens": 500},
+    }
+    for reason, params in ends.items():
+        asked = Request("p", prompt(1, 10), SamplingParams(**{"max_new_tokens": 5, **params}))
+        row = rows(engine.generate([asked]))["p", 0]
+        assert row.stop_reason == reason
+        columns = (row.completion_tokens, row.behaviour_logprobs, row.model_logprobs, row.log_kept_mass)
+        assert {len(column) for column in (*columns, row.policy_versions)} == {len(row.completion_tokens)}
+        assert len(row.completion_tokens) > 0
+    assert row.completion_tokens.size == 48 - 10
+
+
 def test_forced_ends_and_limits(engine):
     forced = SamplingParams(max_new_tokens=7, forced_eos=9, ignore_eos=True)
     row = rows(engine.generate([Request("p", prompt(1, 10), forced)]))["p", 0]
