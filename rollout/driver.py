@@ -50,8 +50,8 @@ def sample_run(
         if folder.finished:
             return RunSummary.from_folder(folder.path, already_finished=True)
         reward = reward_from_config(config.reward)
-        census = _count(read_prompts(config.prompts), config.sampling)
         checkpoint = inspect_checkpoint(config.model.checkpoint)
+        census = _count(read_prompts(config.prompts), config.sampling, checkpoint.tokenizer_len)
         tokenizer = Tokenizer(load_tokenizer(checkpoint))
         progress.message(f"starting {config.workers.count} worker(s) with {checkpoint.name}")
         with worker_pool(config, address) as pool:
@@ -71,9 +71,14 @@ def sample_run(
             done = frozenset(folder.done_prompt_ids)
             missing = (prompt for prompt in read_prompts(config.prompts) if prompt.id not in done)
             rows_done = folder.manifest.rows
+            programs = 0
 
             def report() -> None:
+                nonlocal programs
                 engines = pool.stats().engines
+                if engines.programs_compiled > programs > 0:
+                    progress.message("compiled once more, for policies with larger tables or another order")
+                programs = engines.programs_compiled
                 progress.update(Progress(rows_done, census.rows, engines.tokens, engines.slots_busy, pool.slots))
 
             for group in sampler.sample(missing, on_wait=report):
@@ -99,10 +104,15 @@ class _Census:
     rows: int
 
 
-def _count(prompts: Iterable[Prompt], params: SamplingParams) -> _Census:
+def _count(prompts: Iterable[Prompt], params: SamplingParams, known_tokens: int) -> _Census:
     """Reads the whole source once, so that a bad line costs seconds before the run and not hours into it."""
-    sizes = [prompt.params(params).n for prompt in prompts]
-    return _Census(len(sizes), sum(sizes))
+    params.require_tokens(known_tokens, "sampling")
+    count = rows = 0
+    for prompt in prompts:
+        own = prompt.params(params)
+        own.require_tokens(known_tokens, f"{prompt.place}: sampling")
+        count, rows = count + 1, rows + own.n
+    return _Census(count, rows)
 
 
 def worker_pool(config: RunConfig, address: str | None) -> WorkerPool:

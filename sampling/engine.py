@@ -222,10 +222,7 @@ class Engine:
                 f"{where}.max_length: expected more than the prompt's {request.prompt_tokens.size} tokens,"
                 f" got {params.max_length}"
             )
-        for name, tokens in params.token_ids().items():
-            outside = [token for token in tokens if token >= known]
-            if outside:
-                raise ConfigError(f"{where}.{name}: expected token ids in 0 .. {known - 1}, got {outside[0]}")
+        params.require_tokens(known, where)
         return params
 
     def _encode(self, text: str) -> list[int]:

@@ -7,6 +7,7 @@ for drawing and for rescoring alike, and the only form in which a policy is reco
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import reprlib
 from collections.abc import Callable, Mapping
@@ -17,6 +18,9 @@ from sampling.errors import ConfigError
 
 ORDERS = {"transformers": 1, "reference": 1, "vllm": 1}
 """Named orders of the chain (sampling.policy), with the version of each; both are recorded with every completion."""
+
+FLOAT32_RANGE = (1e-37, 3e38)
+"""Sizes of numbers that stay themselves, neither 0 nor infinite, in the compiled programs."""
 
 BANNED = -math.inf
 """A bias that bans a token; in records and configuration files the text "-inf" means the same."""
@@ -136,6 +140,20 @@ class SamplingParams:
             "forced_eos": self.forced_eos,
         }
 
+    def require_tokens(self, known: int, where: str) -> None:
+        """Refuses ids that are no token of a model.
+
+        Args:
+            known: number of its tokens.
+            where: begins the message.
+        Raises:
+            ConfigError: an id is `known` or more.
+        """
+        for name, tokens in self.token_ids().items():
+            outside = [token for token in tokens if token >= known]
+            if outside:
+                raise ConfigError(f"{where}.{name}: expected token ids in 0 .. {known - 1}, got {outside[0]}")
+
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed.
 
@@ -144,7 +162,9 @@ class SamplingParams:
         """
         for name in changes:
             if name not in _CHECKS:
-                raise ConfigError(f"sampling.{name}: no such parameter; known are {', '.join(_CHECKS)}")
+                near = difflib.get_close_matches(name, _CHECKS, n=2, cutoff=0.5)
+                hint = f"did you mean {' or '.join(near)}? " if near else ""
+                raise ConfigError(f"sampling.{name}: no such parameter; {hint}known are {', '.join(_CHECKS)}")
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -184,6 +204,8 @@ def _real(valid: Callable[[float], bool], expected: str, optional: bool = False)
         number = _number(value)
         if not math.isfinite(number) or not valid(number):
             raise ConfigError(f"{name}: expected {expected}, got {_short(value)}")
+        if number and not FLOAT32_RANGE[0] <= abs(number) <= FLOAT32_RANGE[1]:
+            raise ConfigError(f"{name}: expected a number that float32 can hold, got {_short(value)}")
         return number
 
     return check
@@ -213,7 +235,7 @@ def _top_k(name: str, value: Any) -> int | None:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
         raise ConfigError(f"{name}: expected a list of token ids, got {_short(value)}")
     return tuple(sorted({_token(name, token) for token in value}))
 
@@ -296,7 +318,7 @@ def _decay(name: str, value: Any) -> tuple[int, float] | None:
 
 
 def _order(name: str, value: Any) -> str:
-    if value not in ORDERS:
+    if not isinstance(value, str) or value not in ORDERS:
         raise ConfigError(f"{name}: expected one of {', '.join(ORDERS)}, got {_short(value)}")
     return value
 

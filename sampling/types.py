@@ -100,6 +100,8 @@ class Request:
                 f"prompt {self.prompt_id!r}: expected at least one token, got none; a model continues from something"
             )
         object.__setattr__(self, "prompt_tokens", tokens)
+        if not 0 <= self.run_seed < 2**64:
+            raise ConfigError(f"prompt {self.prompt_id!r}: run_seed: expected 0 .. 2^64 - 1, got {self.run_seed}")
         indices = tuple(self.sample_indices) or tuple(range(self.params.n))
         if len(set(indices)) != len(indices) or min(indices) < 0:
             raise ConfigError(f"prompt {self.prompt_id!r}: sample indices must be distinct and >= 0, got {indices}")

@@ -65,6 +65,7 @@ def test_a_sound_run_passes_to_the_bit(run):
 def test_a_share_is_the_same_share_every_time(run):
     counts = [verify_run(run, share=0.4).samples for _ in range(2)]
     assert 0 < counts[0] == counts[1] < read_manifest(run).rows
+    assert verify_run(run, share=1e-9).samples == 1  # the first prompt has one sample
 
 
 def one_bit_lower(value):

@@ -23,6 +23,10 @@ from sampling.state import NO_TOKEN
         ("temperature", "hot"),
         ("temperature", True),
         ("temperature", None),
+        ("temperature", 1e-300),
+        ("temperature", 1e300),
+        ("eos_token_ids", {1: 2}),
+        ("order", ["vllm"]),
         ("top_k", -2),
         ("top_k", 1.5),
         ("top_p", 0),
@@ -97,7 +101,7 @@ def test_contradictions_are_refused_with_both_names(params, says):
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"sampling\.topk: no such parameter; known are .*top_k"):
+    with pytest.raises(ConfigError, match=r"sampling\.topk: no such parameter; did you mean top_k.* known are .*top_p"):
         SamplingParams().replace(topk=3)
 
 
