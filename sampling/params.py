@@ -20,7 +20,7 @@ ORDERS = {"transformers": 1, "reference": 1, "vllm": 1}
 """Named orders of the chain (sampling.policy), with the version of each; both are recorded with every completion."""
 
 FLOAT32_RANGE = (1e-37, 3e38)
-"""Sizes of numbers that stay themselves, neither 0 nor infinite, in the compiled programs."""
+"""Sizes of numbers that are neither 0 nor infinite in the compiled programs, which divide by some of them."""
 
 BANNED = -math.inf
 """A bias that bans a token; in records and configuration files the text "-inf" means the same."""
@@ -204,7 +204,7 @@ def _real(valid: Callable[[float], bool], expected: str, optional: bool = False)
         number = _number(value)
         if not math.isfinite(number) or not valid(number):
             raise ConfigError(f"{name}: expected {expected}, got {_short(value)}")
-        if number and not FLOAT32_RANGE[0] <= abs(number) <= FLOAT32_RANGE[1]:
+        if abs(number) > FLOAT32_RANGE[1]:
             raise ConfigError(f"{name}: expected a number that float32 can hold, got {_short(value)}")
         return number
 
@@ -324,7 +324,7 @@ def _order(name: str, value: Any) -> str:
 
 
 def _penalty(name: str, value: Any) -> float:
-    return _real(lambda v: v > 0, "a finite number > 0; 1 is off")(name, value)
+    return _real(lambda v: v >= FLOAT32_RANGE[0], "a finite number > 0; 1 is off")(name, value)
 
 
 _ANY = _real(lambda v: True, "a finite number; 0 is off")
@@ -332,7 +332,7 @@ _CUTOFF = _real(lambda v: 0 <= v < 1, "a number in [0, 1); 0 is off")
 _MASS = _real(lambda v: 0 < v <= 1, "a number in (0, 1]; 1 is off")
 
 _CHECKS: dict[str, _Check] = {
-    "temperature": _real(lambda v: v >= 0, "a finite number >= 0 (0 is greedy)"),
+    "temperature": _real(lambda v: v == 0 or v >= FLOAT32_RANGE[0], "a finite number >= 0 (0 is greedy)"),
     "top_k": _top_k,
     "top_p": _MASS,
     "min_p": _real(lambda v: 0 <= v <= 1, "a number in [0, 1]; 0 is off"),

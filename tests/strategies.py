@@ -39,7 +39,7 @@ def int32_arrays(min_size: int, max_size: int) -> st.SearchStrategy[np.ndarray]:
 
 sampling_params = st.builds(
     SamplingParams,
-    temperature=st.floats(0, 4),
+    temperature=st.just(0.0) | st.floats(1e-6, 4),
     top_k=st.none() | st.integers(1, 100),
     top_p=st.floats(0.01, 1),
     min_p=st.floats(0, 1),
