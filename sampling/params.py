@@ -8,22 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sampling import param_checks as checks
 from sampling.errors import ConfigError
-
-ORDERS = {"transformers": 1, "reference": 1, "vllm": 1}
-"""Named orders of the chain (sampling.policy), with the version of each; both are recorded with every completion."""
-
-FLOAT32_RANGE = (1e-37, 3e38)
-"""Sizes of numbers that are neither 0 nor infinite in the compiled programs, which divide by some of them."""
-
-BANNED = -math.inf
-"""A bias that bans a token; in records and configuration files the text "-inf" means the same."""
+from sampling.param_checks import BANNED, ORDERS
 
 
 @dataclass(frozen=True)
@@ -136,7 +127,7 @@ class SamplingParams:
             "sequence_bias": tuple(token for ids, _ in self.sequence_bias for token in ids),
             "bad_words": tuple(token for ids in words for token in ids),
             "forced_bos": () if self.forced_bos is None else (self.forced_bos,),
-            **{name: getattr(self, name) for name, check in _CHECKS.items() if check is _ids},
+            **{name: getattr(self, name) for name, check in _CHECKS.items() if check is checks.token_ids},
             "forced_eos": self.forced_eos,
         }
 
@@ -189,185 +180,47 @@ class SamplingParams:
         return params
 
 
-_short = reprlib.repr
-"""A value for a message: a list of a hundred thousand token ids in it helps nobody."""
+_ANY = checks.real(lambda v: True, "a finite number; 0 is off")
+_CUTOFF = checks.real(lambda v: 0 <= v < 1, "a number in [0, 1); 0 is off")
+_MASS = checks.real(lambda v: 0 < v <= 1, "a number in (0, 1]; 1 is off")
 
-# ---- checks: each takes the field's name and value, and returns the value in its one form ----
-
-_Check = Callable[[str, Any], Any]
-
-
-def _real(valid: Callable[[float], bool], expected: str, optional: bool = False) -> _Check:
-    def check(name: str, value: Any) -> float | None:
-        if optional and value is None:
-            return None
-        number = _number(value)
-        if not math.isfinite(number) or not valid(number):
-            raise ConfigError(f"{name}: expected {expected}, got {_short(value)}")
-        if abs(number) > FLOAT32_RANGE[1]:
-            raise ConfigError(f"{name}: expected a number that float32 can hold, got {_short(value)}")
-        return number
-
-    return check
-
-
-def _whole(least: int, expected: str, optional: bool = False, most: int = 2**31 - 1) -> _Check:
-    def check(name: str, value: Any) -> int | None:
-        if optional and value is None:
-            return None
-        number = value.__index__() if hasattr(value, "__index__") and not isinstance(value, bool) else None
-        if number is None or not least <= number <= most:
-            raise ConfigError(f"{name}: expected a whole number, {expected}, got {_short(value)}")
-        return number
-
-    return check
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}: expected true or false, got {_short(value)}")
-    return value
-
-
-def _top_k(name: str, value: Any) -> int | None:
-    k = _whole(-1, "None, -1 or 0 (off), or at least 1", optional=True, most=2**63)(name, value)
-    return None if k in (-1, 0) else k
-
-
-def _ids(name: str, value: Any) -> tuple[int, ...]:
-    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
-        raise ConfigError(f"{name}: expected a list of token ids, got {_short(value)}")
-    return tuple(sorted({_token(name, token) for token in value}))
-
-
-def _token(name: str, value: Any) -> int:
-    return _whole(0, "a token id >= 0")(name, value)
-
-
-def _sequence(name: str, value: Any) -> tuple[int, ...]:
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__") or not len(value):
-        raise ConfigError(f"{name}: expected a list of at least one token id, got {_short(value)}")
-    return tuple(_token(name, token) for token in value)
-
-
-def _bias(name: str, value: Any) -> float:
-    number = BANNED if value == "-inf" else _number(value)
-    if math.isnan(number) or number == math.inf:
-        raise ConfigError(f"{name}: expected a number, or -inf to ban, got {_short(value)}")
-    return number
-
-
-def _number(value: Any) -> float:
-    """The value as a float, NaN if it is not a number."""
-    if isinstance(value, (bool, str)):
-        return math.nan
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return math.nan
-
-
-def _pairs(name: str, value: Any) -> list[tuple[Any, Any]]:
-    pairs = list(value.items()) if isinstance(value, Mapping) else list(value) if hasattr(value, "__iter__") else None
-    if pairs is None or isinstance(value, str) or any(isinstance(p, str) or len(p) != 2 for p in pairs):
-        raise ConfigError(f"{name}: expected a mapping, or a list of pairs, got {_short(value)}")
-    return pairs
-
-
-def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
-    entries = {}
-    for token, bias in _pairs(name, value):
-        token = _token(name, int(token) if isinstance(token, str) and token.isdecimal() else token)
-        if token in entries:
-            raise ConfigError(f"{name}: token id {token} is given more than once")
-        entries[token] = _bias(f"{name}[{token}]", bias)
-    return tuple(sorted(entries.items()))
-
-
-def _sequence_bias(name: str, value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
-    pairs = [(_sequence(name, ids), _bias(name, bias)) for ids, bias in _pairs(name, value)]
-    if len({ids for ids, _ in pairs}) != len(pairs):
-        raise ConfigError(f"{name}: a sequence is given more than once in {_short(value)}")
-    return tuple(pairs)
-
-
-def _bad_words(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
-    if isinstance(value, str) or not hasattr(value, "__iter__"):
-        raise ConfigError(f"{name}: expected a list of texts or of lists of token ids, got {_short(value)}")
-    words = [word if isinstance(word, str) else _sequence(name, word) for word in value]
-    if any(isinstance(word, str) and not word.strip() for word in words):
-        raise ConfigError(f"{name}: expected texts that hold more than white space, got {_short(value)}")
-    return tuple(dict.fromkeys(words))
-
-
-def _stop(name: str, value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else value
-    if not hasattr(texts, "__iter__") or not all(isinstance(text, str) and text for text in texts):
-        raise ConfigError(f"{name}: expected a text or a list of texts, none of them empty, got {_short(value)}")
-    return tuple(dict.fromkeys(texts))
-
-
-def _decay(name: str, value: Any) -> tuple[int, float] | None:
-    if value is None:
-        return None
-    if isinstance(value, (str, Mapping)) or not hasattr(value, "__iter__") or len(value) != 2:
-        raise ConfigError(f"{name}: expected a pair (start, factor), got {_short(value)}")
-    start, factor = value
-    start = _whole(0, "at least 0")(f"{name}[0]", start)
-    return start, _real(lambda v: v > 0, "a number > 0")(f"{name}[1]", factor)
-
-
-def _order(name: str, value: Any) -> str:
-    if not isinstance(value, str) or value not in ORDERS:
-        raise ConfigError(f"{name}: expected one of {', '.join(ORDERS)}, got {_short(value)}")
-    return value
-
-
-def _penalty(name: str, value: Any) -> float:
-    return _real(lambda v: v >= FLOAT32_RANGE[0], "a finite number > 0; 1 is off")(name, value)
-
-
-_ANY = _real(lambda v: True, "a finite number; 0 is off")
-_CUTOFF = _real(lambda v: 0 <= v < 1, "a number in [0, 1); 0 is off")
-_MASS = _real(lambda v: 0 < v <= 1, "a number in (0, 1]; 1 is off")
-
-_CHECKS: dict[str, _Check] = {
-    "temperature": _real(lambda v: v == 0 or v >= FLOAT32_RANGE[0], "a finite number >= 0 (0 is greedy)"),
-    "top_k": _top_k,
+_CHECKS: dict[str, checks.Check] = {
+    "temperature": checks.real(lambda v: v == 0 or v >= checks.FLOAT32_RANGE[0], "a finite number >= 0 (0 is greedy)"),
+    "top_k": checks.top_k,
     "top_p": _MASS,
-    "min_p": _real(lambda v: 0 <= v <= 1, "a number in [0, 1]; 0 is off"),
+    "min_p": checks.real(lambda v: 0 <= v <= 1, "a number in [0, 1]; 0 is off"),
     "typical_p": _MASS,
     "epsilon_cutoff": _CUTOFF,
     "eta_cutoff": _CUTOFF,
-    "top_h": _real(lambda v: 0 < v <= 1, "None (off) or a number in (0, 1]", optional=True),
-    "repetition_penalty": _penalty,
-    "prompt_repetition_penalty": _penalty,
+    "top_h": checks.real(lambda v: 0 < v <= 1, "None (off) or a number in (0, 1]", optional=True),
+    "repetition_penalty": checks.penalty,
+    "prompt_repetition_penalty": checks.penalty,
     "frequency_penalty": _ANY,
     "presence_penalty": _ANY,
-    "no_repeat_ngram_size": _whole(0, "0 (off) or at least 1"),
-    "prompt_no_repeat_ngram_size": _whole(0, "0 (off) or at least 1"),
-    "logit_bias": _logit_bias,
-    "sequence_bias": _sequence_bias,
-    "bad_words": _bad_words,
-    "allowed_token_ids": _ids,
-    "suppress_tokens": _ids,
-    "begin_suppress_tokens": _ids,
-    "max_new_tokens": _whole(1, "at least 1"),
-    "max_length": _whole(1, "None (off) or at least 1", optional=True),
-    "min_new_tokens": _whole(0, "at least 0"),
-    "min_length": _whole(0, "at least 0"),
-    "stop": _stop,
-    "stop_token_ids": _ids,
-    "eos_token_ids": _ids,
-    "ignore_eos": _flag,
-    "forced_bos": _whole(0, "None (off) or a token id", optional=True),
-    "forced_eos": lambda name, value: _ids(name, (value,) if isinstance(value, int) else value),
-    "exponential_decay_length_penalty": _decay,
-    "remove_invalid_values": _flag,
-    "renormalize": _flag,
-    "n": _whole(1, "at least 1"),
-    "seed": _whole(0, "None or in 0 .. 2^64 - 1", optional=True, most=2**64 - 1),
-    "order": _order,
+    "no_repeat_ngram_size": checks.whole(0, "0 (off) or at least 1"),
+    "prompt_no_repeat_ngram_size": checks.whole(0, "0 (off) or at least 1"),
+    "logit_bias": checks.logit_bias,
+    "sequence_bias": checks.sequence_bias,
+    "bad_words": checks.bad_words,
+    "allowed_token_ids": checks.token_ids,
+    "suppress_tokens": checks.token_ids,
+    "begin_suppress_tokens": checks.token_ids,
+    "max_new_tokens": checks.whole(1, "at least 1"),
+    "max_length": checks.whole(1, "None (off) or at least 1", optional=True),
+    "min_new_tokens": checks.whole(0, "at least 0"),
+    "min_length": checks.whole(0, "at least 0"),
+    "stop": checks.stop_strings,
+    "stop_token_ids": checks.token_ids,
+    "eos_token_ids": checks.token_ids,
+    "ignore_eos": checks.flag,
+    "forced_bos": checks.whole(0, "None (off) or a token id", optional=True),
+    "forced_eos": lambda name, value: checks.token_ids(name, (value,) if isinstance(value, int) else value),
+    "exponential_decay_length_penalty": checks.decay,
+    "remove_invalid_values": checks.flag,
+    "renormalize": checks.flag,
+    "n": checks.whole(1, "at least 1"),
+    "seed": checks.whole(0, "None or in 0 .. 2^64 - 1", optional=True, most=2**64 - 1),
+    "order": checks.order,
 }
 
 
@@ -376,8 +229,8 @@ def _refuse_contradictions(params: SamplingParams) -> None:
 
     def refuse(first: str, second: str, why: str) -> None:
         raise ConfigError(
-            f"sampling.{first} = {_short(getattr(params, first))} contradicts sampling.{second} ="
-            f" {_short(getattr(params, second))}: {why}"
+            f"sampling.{first} = {checks.short(getattr(params, first))} contradicts sampling.{second} ="
+            f" {checks.short(getattr(params, second))}: {why}"
         )
 
     if params.min_new_tokens > params.max_new_tokens:
