@@ -1,4 +1,4 @@
-"""Reads a RunConfig from YAML or TOML with `--set` overrides, and turns every problem into one readable error."""
+"""Reads a config from YAML or TOML with `--set` overrides, and turns every problem into one readable error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import pydantic
 import yaml
@@ -14,6 +14,8 @@ import yaml
 from rollout.config import RunConfig, unknown_key
 from rollout.json_values import shown
 from sampling.errors import ConfigError
+
+_Config = TypeVar("_Config", bound=pydantic.BaseModel)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -26,12 +28,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the file cannot be read, or values are unknown, missing or out of range. Every problem is listed.
     """
-    path = Path(path)
-    values = _read(path)
+    return parse_config(read_values(path, overrides), origin=str(path), overridden=overridden_keys(overrides))
+
+
+def read_values(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The tree of plain values in a config file, unchecked, with the overrides in place; None stands for no file.
+
+    Raises:
+        ConfigError: the file cannot be read, or an override has no place.
+    """
+    values = {} if path is None else _read(Path(path))
     for override in overrides:
         _apply(values, override)
-    overridden = [override.partition("=")[0].strip() for override in overrides]
-    return parse_config(values, origin=str(path), overridden=overridden)
+    return values
+
+
+def overridden_keys(overrides: Sequence[str]) -> list[str]:
+    """The dotted keys that overrides give."""
+    return [override.partition("=")[0].strip() for override in overrides]
 
 
 def parse_config(values: Mapping[str, Any], origin: str = "config", overridden: Sequence[str] = ()) -> RunConfig:
@@ -43,12 +57,17 @@ def parse_config(values: Mapping[str, Any], origin: str = "config", overridden: 
     Raises:
         ConfigError: as `load_config`.
     """
+    return validated(RunConfig, values, origin, overridden)
+
+
+def validated(kind: type[_Config], values: Mapping[str, Any], origin: str, overridden: Sequence[str] = ()) -> _Config:
+    """Plain values as a config of the given kind; arguments and errors as `parse_config`."""
     try:
-        return RunConfig.model_validate(dict(values))
+        return kind.model_validate(dict(values))
     except pydantic.ValidationError as error:
         problems = []
         for fault in error.errors():
-            for text in _describe(fault).split("\n"):
+            for text in _describe(fault, kind).split("\n"):
                 key = text.partition(":")[0]
                 given = any(key == o or key.startswith(o + ".") or o.startswith(key + ".") for o in overridden)
                 problems.append(f"{text}  ({'--set' if given else origin})")
@@ -130,13 +149,13 @@ def _apply(values: dict[str, Any], override: str) -> None:
             parent = parent[key] if isinstance(parent, list) else parent.setdefault(key, {})
 
 
-def _describe(fault: Any) -> str:
-    """One problem as `section.key: expected ..., got ...`; texts of our own errors stay as they are."""
+def _describe(fault: Any, root: type[pydantic.BaseModel]) -> str:
+    """One problem as `section.key: expected ..., got ...`; texts of our own errors say that themselves."""
+    names = [str(name) for name in fault["loc"]]
     cause = fault.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
-        return str(cause)
-    names = [str(name) for name in fault["loc"]]
-    model, names = _model_at(names)
+        return _in_full(str(cause), names)
+    model, names = _model_at(names, root)
     place = ".".join(names)
     if fault["type"] == "extra_forbidden":
         return unknown_key(".".join(names[:-1]), names[-1], list(model.model_fields))
@@ -149,6 +168,13 @@ def _describe(fault: Any) -> str:
     plain = _EXPECTED.get(fault["type"])
     expected = plain.format(**fault.get("ctx", {})) if plain else fault["msg"].removeprefix("Input should be ")
     return f"{place}: expected {expected}, got {shown(fault['input'])}"
+
+
+def _in_full(text: str, names: list[str]) -> str:
+    """Our own lines, which begin with the name of their section, with the sections around it: `scorers.1.sampling...`"""
+    around = ".".join(names[:-1])
+    lines = text.split("\n")
+    return "\n".join(f"{around}.{line}" if around and line.startswith(f"{names[-1]}.") else line for line in lines)
 
 
 _EXPECTED = {
@@ -177,9 +203,9 @@ def _sources() -> dict[str, type[pydantic.BaseModel]]:
 _SOURCES = _sources()
 
 
-def _model_at(names: list[str]) -> tuple[type[pydantic.BaseModel], list[str]]:
+def _model_at(names: list[str], root: type[pydantic.BaseModel]) -> tuple[type[pydantic.BaseModel], list[str]]:
     """The model that holds the last of the names, and the names without the union's tag."""
-    model: Any = RunConfig
+    model: Any = root
     kept: list[str] = []
     for depth, name in enumerate(names):
         if depth == 1 and names[0] == "prompts" and name in _SOURCES:
