@@ -171,7 +171,7 @@ def _describe(fault: Any, root: type[pydantic.BaseModel]) -> str:
 
 
 def _in_full(text: str, names: list[str]) -> str:
-    """Our own lines, which begin with the name of their section, with the sections around it: `scorers.1.sampling...`"""
+    """Lines that begin with their section, with the sections around it in front: `scorers.1.sampling.top_p: ...`."""
     around = ".".join(names[:-1])
     lines = text.split("\n")
     return "\n".join(f"{around}.{line}" if around and line.startswith(f"{names[-1]}.") else line for line in lines)
