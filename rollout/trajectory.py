@@ -17,15 +17,16 @@ from sampling.keys import row_key
 from sampling.params import SamplingParams
 from sampling.types import Completion, StopReason
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of the fields below, on the wire and on disk."""
 
 LOGPROB_DEFINITION = (
-    "v1: float32 nats; behaviour_logprobs[t] is the log of the probability with which token t was drawn, after every"
+    "v2: float32 nats; behaviour_logprobs[t] is the log of the probability with which token t was drawn, after every"
     " transform, filter, mask and renormalisation (greedy: 0.0); model_logprobs[t] is the untouched model's at"
-    " temperature 1; log_kept_mass[t] is the log of the model's probability mass on the final support"
+    " temperature 1; log_kept_mass[t] is the log of the model's probability mass on the final support; entropy[t] is"
+    " that of the distribution which token t was drawn from"
 )
-"""What the three log-prob columns mean. Recorded with every file; a change of meaning changes the version."""
+"""What the columns in nats mean. Recorded with every file; a change of meaning changes the version."""
 
 MAX_ROUNDING_NATS = 1e-4
 """How far above 0 float32 rounding may carry a log-probability; anything more is a fault of the writer."""
@@ -58,7 +59,10 @@ class Trajectory:
         behaviour_logprobs: float32 [completion_len], nats; see LOGPROB_DEFINITION.
         model_logprobs: float32 [completion_len], nats; -inf and NaN (not measured) may occur.
         log_kept_mass: float32 [completion_len], nats; NaN where not measured.
+        entropy: float32 [completion_len], nats; NaN where not measured.
         policy_versions: int32 [completion_len]: version of the weights that drew each token.
+        support_sizes: int32 [completion_len], ids recorded of each token's support; 0 where it is not recorded.
+        support_ids: int32 [sum of support_sizes], those ids, token after token, each token's in ascending order.
         policy: `SamplingParams.to_dict()` of the row's effective parameters.
         key: uint32 [2]: the row's key, from (seed, prompt id, sample index).
         stop_reason: why the row ended.
@@ -86,7 +90,10 @@ class Trajectory:
     behaviour_logprobs: np.ndarray
     model_logprobs: np.ndarray
     log_kept_mass: np.ndarray
+    entropy: np.ndarray
     policy_versions: np.ndarray
+    support_sizes: np.ndarray
+    support_ids: np.ndarray
     policy: dict[str, Any]
     key: np.ndarray
     stop_reason: StopReason
@@ -129,7 +136,10 @@ class Trajectory:
             behaviour_logprobs=completion.behaviour_logprobs,
             model_logprobs=completion.model_logprobs,
             log_kept_mass=completion.log_kept_mass,
+            entropy=completion.entropy,
             policy_versions=completion.policy_versions,
+            support_sizes=completion.support_sizes,
+            support_ids=completion.support_ids,
             policy=completion.params.to_dict(),
             key=completion.key,
             stop_reason=completion.stop_reason,
@@ -167,8 +177,8 @@ class Trajectory:
         key = row_key(run_seed if params.seed is None else params.seed, prompt_id, sample_index)
         no_ids, no_nats = np.zeros(0, np.int32), np.zeros(0, np.float32)
         completion = Completion(
-            prompt_id, sample_index, prompt_tokens, no_ids, no_nats, no_nats, no_nats, no_ids,
-            key, params, StopReason.ABORTED, wait_s=0.0, decode_s=0.0,
+            prompt_id, sample_index, prompt_tokens, no_ids, no_nats, no_nats, no_nats, no_nats, no_ids, no_ids, no_ids,
+            None, key, params, StopReason.ABORTED, wait_s=0.0, decode_s=0.0,
         )  # fmt: skip
         record = cls.from_completion(
             completion,
@@ -190,6 +200,11 @@ class Trajectory:
     def behaviour_logprob(self) -> float:
         """Log of the probability of the whole completion under the drawing law, nats, summed in float64."""
         return float(self.behaviour_logprobs.sum(dtype=np.float64))
+
+    def support(self, place: int) -> np.ndarray:
+        """Ids among which the token at `place` of the completion was drawn: int32, ascending; empty if not recorded."""
+        end = int(self.support_sizes[: place + 1].sum())
+        return self.support_ids[end - int(self.support_sizes[place]) : end]
 
     @property
     def failed(self) -> bool:
@@ -223,7 +238,8 @@ class Trajectory:
             require_json(value, f"{self._place}: {name}", RecordError)
         if type(self.sample_index) is not int or self.sample_index < 0:
             raise self._refusal("sample_index", "a whole number >= 0", self.sample_index)
-        self._check_logprobs()
+        self._check_nats()
+        self._check_support()
         self._check_outcome()
 
     def _array_shapes(self) -> dict[str, tuple[type[np.generic], int | None]]:
@@ -234,7 +250,10 @@ class Trajectory:
             "behaviour_logprobs": (np.float32, drawn),
             "model_logprobs": (np.float32, drawn),
             "log_kept_mass": (np.float32, drawn),
+            "entropy": (np.float32, drawn),
             "policy_versions": (np.int32, drawn),
+            "support_sizes": (np.int32, drawn),
+            "support_ids": (np.int32, None),
             "key": (np.uint32, 2),
         }
 
@@ -250,7 +269,7 @@ class Trajectory:
         frozen.flags.writeable = False
         return frozen
 
-    def _check_logprobs(self) -> None:
+    def _check_nats(self) -> None:
         limit = np.float32(MAX_ROUNDING_NATS)
         for name, valid, expected in (
             ("behaviour_logprobs", np.isfinite(self.behaviour_logprobs), "finite and"),
@@ -261,6 +280,20 @@ class Trajectory:
             bad = np.flatnonzero(~(valid & ~(values > limit)))
             if bad.size:
                 raise self._refusal(f"{name}[{bad[0]}]", f"a log-probability, {expected} <= 0", values[bad[0]])
+        bad = np.flatnonzero((self.entropy < -limit) | np.isinf(self.entropy))
+        if bad.size:
+            raise self._refusal(f"entropy[{bad[0]}]", "NaN or nats, finite and >= 0", self.entropy[bad[0]])
+
+    def _check_support(self) -> None:
+        sizes = self.support_sizes
+        if sizes.size and sizes.min() < 0:
+            raise self._refusal("support_sizes", "numbers >= 0", sizes.min())
+        if (total := sizes.sum()) != self.support_ids.size:
+            raise self._refusal("support_ids", f"int32 [{total}], the sum of support_sizes", self.support_ids.size)
+        for place in np.flatnonzero(sizes):
+            ids = self.support(int(place))
+            if self.completion_tokens[place] not in ids or np.any(np.diff(ids) <= 0):
+                raise self._refusal(f"support of token {place}", "ascending ids, the token's own among them", ids)
 
     def _check_outcome(self) -> None:
         try:

@@ -31,7 +31,7 @@ from sampling.types import Completion, Request
 LOGPROB_BOUND = 1e-3
 """Largest difference of a log-prob, in nats, between float32 numerics that are not the same."""
 
-BITWISE = ("behaviour_logprobs", "model_logprobs", "log_kept_mass")
+BITWISE = ("behaviour_logprobs", "model_logprobs", "log_kept_mass", "entropy")
 """Columns that are compared to the bit, after the tokens."""
 
 

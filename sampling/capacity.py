@@ -20,6 +20,7 @@ class Capacity:
         suppressed: entries of suppress_tokens, and as many of begin_suppress_tokens.
         stop_strings, stop_bytes: stop strings; UTF-8 bytes of the longest.
         orders: named orders that the programs hold.
+        support: ids of one token's recorded support.
     """
 
     end_ids: int = 16
@@ -31,6 +32,7 @@ class Capacity:
     stop_strings: int = 4
     stop_bytes: int = 32
     orders: tuple[str, ...] = ("transformers",)
+    support: int = 0
 
     @classmethod
     def needed(cls, params: SamplingParams) -> Capacity:
@@ -47,6 +49,7 @@ class Capacity:
             stop_strings=len(params.stop),
             stop_bytes=max((len(text.encode()) for text in params.stop), default=0),
             orders=(params.order,),
+            support=params.record_support,
         )
 
     def grown_for(self, needed: Capacity) -> Capacity:

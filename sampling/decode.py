@@ -24,6 +24,22 @@ from sampling.types import StopReason
 from sampling.vocabulary import Vocabulary
 
 
+class TokenRecord(struct.PyTreeNode):
+    """What is recorded of a token besides its id; see Completion. Leaves are [rows] for one step.
+
+    Attributes:
+        behaviour_logprobs, model_logprobs, log_kept_mass, entropy: float32, nats.
+        support: int32 [rows, places], ids of the final support in any order, NO_TOKEN after them and everywhere where
+            it is not recorded. There are no places unless a policy has asked for it.
+    """
+
+    behaviour_logprobs: jax.Array
+    model_logprobs: jax.Array
+    log_kept_mass: jax.Array
+    entropy: jax.Array
+    support: jax.Array
+
+
 class EngineState(struct.PyTreeNode):
     """All slots of an engine.
 
@@ -33,9 +49,8 @@ class EngineState(struct.PyTreeNode):
         cache: keys and values of the slots.
         given: int32 [slots]; a place of the buffer before this index holds its token already, drawn or not.
         stop: int32 [slots], StopReason.code of a finished row, 0 before.
-        behaviour_logprobs: float32 [slots, cache_len], nats, at the place of the token in the buffer.
-        model_logprobs: float32 [slots, cache_len], nats.
-        log_kept_mass: float32 [slots, cache_len], nats.
+        overrun: int32 [slots], the length at which a rule would have ended a row that had tokens given beyond; else 0.
+        record: leaves [slots, cache_len, ...], at the place of the token in the buffer.
         policy_versions: int32 [slots, cache_len].
     """
 
@@ -44,9 +59,8 @@ class EngineState(struct.PyTreeNode):
     cache: KVCache
     given: jax.Array
     stop: jax.Array
-    behaviour_logprobs: jax.Array
-    model_logprobs: jax.Array
-    log_kept_mass: jax.Array
+    overrun: jax.Array
+    record: TokenRecord
     policy_versions: jax.Array
 
 
@@ -84,21 +98,34 @@ def prefill(
     positions: jax.Array,
     fresh: jax.Array,
 ) -> KVCache:
-    """Reads one chunk of some prompts into the staging cache.
+    """Reads one chunk of some prompts into the staging cache; see `read_chunk`."""
+    return read_chunk(model, params, staging, tokens, positions, fresh)[1]
+
+
+def read_chunk(
+    model: Transformer,
+    params: dict,
+    cache: KVCache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    fresh: jax.Array,
+) -> tuple[jax.Array, KVCache]:
+    """Reads one chunk of some sequences.
 
     Args:
-        staging: cache of `prefill_rows` rows.
-        tokens, positions: int32 [prefill_rows, prefill_chunk]; position -1 is padding.
-        fresh: bool [prefill_rows], rows whose prompt begins here: their old content is wiped, so that nothing of an
-            earlier prompt (not even a NaN under a zero weight) can reach the new one.
+        cache: of the sequences so far.
+        tokens, positions: int32 [rows, chunk]; position -1 is padding.
+        fresh: bool [rows], rows whose sequence begins here: their old content is wiped, so that nothing of an
+            earlier one (not even a NaN under a zero weight) can reach the new one.
+    Returns:
+        Hidden states [rows, chunk, width], and the cache with the chunk in it.
     """
     wiped = jax.tree.map(
         lambda layer: jnp.where(fresh[:, None, None, None], jnp.zeros((), layer.dtype), layer),
-        staging,
+        cache,
     )
     forward: Any = partial(model.apply, {"params": params})
-    _, cache = forward(tokens, positions, wiped)
-    return cache
+    return forward(tokens, positions, wiped)
 
 
 def admit(state: EngineState, staging: KVCache, staged_row: jax.Array, admission: Admission) -> EngineState:
@@ -134,6 +161,7 @@ def admit(state: EngineState, staging: KVCache, staged_row: jax.Array, admission
         cache=state.cache.fill(staging, staged_row, admission.slots, admission.count),
         given=chosen(admission.given, state.given),
         stop=jnp.where(entering, 0, state.stop),
+        overrun=jnp.where(entering, 0, state.overrun),
     )
 
 
@@ -201,32 +229,31 @@ def decode_step(
 
     after = rows.replace(active=committed).commit(choice.tokens)
     stop = state.policy.bound(vocabulary).stop_codes(rows, after, choice.tokens)
-    stop = jnp.where(after.length < state.given, 0, stop)
+    more_given = after.length < state.given
+    overruns = rows.active & more_given & (stop != 0) & (state.overrun == 0)
+    stop = jnp.where(more_given, 0, stop)
     stop = jnp.where((stop == 0) & (after.length >= rows.capacity), StopReason.CACHE_FULL.code, stop)
     stop = jnp.where(choice.defined, stop, StopReason.UNDEFINED_DISTRIBUTION.code)
     return state.replace(
         rows=after.replace(active=committed & (stop == 0)),
         cache=cache,
         stop=jnp.where(rows.active, stop, state.stop),
-        behaviour_logprobs=recorded(state.behaviour_logprobs, choice.behaviour_logprobs),
-        model_logprobs=recorded(state.model_logprobs, choice.model_logprobs),
-        log_kept_mass=recorded(state.log_kept_mass, choice.log_kept_mass),
+        overrun=jnp.where(overruns, after.length, state.overrun),
+        record=jax.tree.map(recorded, state.record, choice.record),
         policy_versions=recorded(state.policy_versions, jnp.full_like(choice.tokens, version)),
     )
 
 
 class Choice(struct.PyTreeNode):
-    """What a step takes for each row, [rows] each; see Completion for the log-probs."""
+    """What a step takes for each row: tokens int32 [rows], defined bool [rows], and their record."""
 
     tokens: jax.Array
     defined: jax.Array
-    behaviour_logprobs: jax.Array
-    model_logprobs: jax.Array
-    log_kept_mass: jax.Array
+    record: TokenRecord
 
 
 def choose(policy: Policy, rows: StepState, logits: jax.Array, given: jax.Array, tokenizer_len: int) -> Choice:
-    """Runs the chain and draws, or takes the given token; either way the log-probs are of the token taken.
+    """Runs the chain and draws, or takes the given token; either way the record is of the token taken.
 
     Args:
         logits: float32 [rows, vocab], the model's.
@@ -236,25 +263,33 @@ def choose(policy: Policy, rows: StepState, logits: jax.Array, given: jax.Array,
     model = Distribution.of(logits)
     uniform = uniforms(rows.keys, rows.step)
 
-    def taken(behaviour: Distribution, kept: jax.Array) -> Choice:
+    def taken(behaviour: Distribution, kept: jax.Array, support: jax.Array) -> Choice:
         tokens = jnp.where(given == NO_TOKEN, draw(behaviour, uniform), given)
         return Choice(
             tokens=tokens,
             defined=behaviour.masses.defined,
-            behaviour_logprobs=behaviour.logprobs(tokens),
-            model_logprobs=model.logprobs(tokens),
-            log_kept_mass=kept,
+            record=TokenRecord(
+                behaviour_logprobs=behaviour.logprobs(tokens),
+                model_logprobs=model.logprobs(tokens),
+                log_kept_mass=kept,
+                entropy=behaviour.entropy(),
+                support=support,
+            ),
         )
 
     # A row that no stage touches is drawn from the model's own distribution, whatever its batch mates ask for; so a
     # batch of such rows never looks at its scores twice.
     untouched = policy.neutral(rows) & (tokenizer_len >= logits.shape[-1])
-    from_model = taken(model, jnp.zeros(untouched.shape, jnp.float32))
+    from_model = taken(model, jnp.zeros(untouched.shape, jnp.float32), policy.support.nothing(rows))
 
     def through_chain() -> Choice:
         scores = policy.scores(rows, without_padded_ids(logits, tokenizer_len))
-        from_chain = taken(Distribution.of(scores), log_kept_mass(scores, model))
-        return jax.tree.map(partial(jnp.where, untouched), from_model, from_chain)
+        from_chain = taken(Distribution.of(scores), log_kept_mass(scores, model), policy.support.of(rows, scores))
+
+        def chosen(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+            return jnp.where(untouched.reshape(untouched.shape + (1,) * (ours.ndim - 1)), ours, theirs)
+
+        return jax.tree.map(chosen, from_model, from_chain)
 
     return jax.lax.cond(jnp.all(untouched), lambda: from_model, through_chain)
 

@@ -64,6 +64,12 @@ class Distribution(struct.PyTreeNode):
         """float32 [rows, vocab], 0 where removed."""
         return jnp.exp(self.scores - self.masses.best[:, None]) / self.masses.total[:, None]
 
+    def entropy(self) -> jax.Array:
+        """float32 [rows], nats; 0 where one token is left. Its gradient is finite whatever was removed."""
+        below = jnp.where(jnp.isneginf(self.scores), 0.0, self.scores - self.masses.best[:, None])
+        weights = jnp.where(jnp.isneginf(self.scores), 0.0, jnp.exp(below))
+        return jnp.log(self.masses.total) - jnp.sum(sum_blocks(weights * below), axis=-1) / self.masses.total
+
 
 def draw(distribution: Distribution, uniform: jax.Array) -> jax.Array:
     """Draws one token per row: the first id whose cumulative mass exceeds uniform * total.

@@ -23,12 +23,14 @@ from sampling.checkpoints import Checkpoint, CheckpointInfo, load_backend
 from sampling.decode import Admission
 from sampling.errors import CheckpointError, ConfigError, PromptError
 from sampling.fingerprint import numerics_fingerprint
-from sampling.keys import row_key
 from sampling.models import Transformer
+from sampling.open_group import OpenGroup, Sample
 from sampling.params import SamplingParams
 from sampling.policy import lower, resolved, stack
 from sampling.programs import compile_programs, empty_staging, empty_state
-from sampling.types import Completion, Geometry, Group, Request, StopReason
+from sampling.scoring import KnownSequence, Scorer
+from sampling.state import NO_TOKEN
+from sampling.types import Geometry, Group, Request, StopReason
 from sampling.vocabulary import Vocabulary, vocabulary_pieces
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class EngineStats:
         groups, completions, tokens: finished, and drawn in all.
         steps: decode steps; busy_row_steps: row-steps that advanced a row, out of steps * slots.
         prefill_tokens: prompt tokens read.
+        scored_tokens: given tokens scored by forward passes.
         programs_compiled: grows only with a policy that needs more capacity than any before it.
     """
 
@@ -61,27 +64,16 @@ class EngineStats:
     steps: int
     busy_row_steps: int
     prefill_tokens: int
+    scored_tokens: int
     programs_compiled: int
-
-
-@dataclasses.dataclass
-class _Open:
-    """A request under way."""
-
-    request: Request
-    params: SamplingParams
-    submitted: float
-    pending: deque[tuple[int, np.ndarray]]
-    finished: dict[int, Completion] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Resident:
     """The row that holds a slot."""
 
-    group: _Open
-    sample_index: int
-    key: np.ndarray
+    group: OpenGroup
+    sample: Sample
     admitted: float
 
 
@@ -89,7 +81,8 @@ class Engine:
     """Samples completions of requests with one set of weights.
 
     Compiles its programs when it is made and none afterwards, whatever the prompts, policies or budgets. Only a policy
-    that needs larger tables than the capacity declares, or another order, makes it compile once more; it says so.
+    that needs larger tables than the capacity declares, or another order, makes it compile once more; it says so. The
+    first request to be scored by forward passes compiles the program for that.
 
     Args:
         checkpoint: weights and what is known of them.
@@ -133,12 +126,14 @@ class Engine:
         self._programs = compile_programs(
             self._model, info.tokenizer_len, geometry, self._capacity, self._params, self._vocabulary
         )
-        self._waiting: deque[_Open] = deque()
-        self._staged: dict[int, _Open] = {}
+        self._waiting: deque[OpenGroup] = deque()
+        self._staged: dict[int, OpenGroup] = {}
+        self._to_score: deque[OpenGroup] = deque()
+        self._scorer: Scorer | None = None
         self._free = list(range(geometry.slots))[::-1]
         self._resident: dict[int, _Resident] = {}
         self._counts = dict.fromkeys(
-            ("groups", "completions", "tokens", "steps", "busy_row_steps", "prefill_tokens"), 0
+            ("groups", "completions", "tokens", "steps", "busy_row_steps", "prefill_tokens", "scored_tokens"), 0
         )
 
     def submit(self, request: Request) -> None:
@@ -171,8 +166,8 @@ class Engine:
         capacity = self._capacity.grown_for(Capacity.needed(params))
         if capacity != self._capacity:
             self._grow(capacity)
-        pending = deque(zip(request.sample_indices, request.given, strict=True))
-        self._waiting.append(_Open(request, params, time.monotonic(), pending))
+        group = OpenGroup.of(request, params, cache_len)
+        (self._to_score if request.forward else self._waiting).append(group)
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Group]:
         """Submits requests and yields their groups as they finish, in no particular order."""
@@ -182,24 +177,25 @@ class Engine:
             yield from self.step()
 
     def step(self) -> list[Group]:
-        """Admits what fits, decodes for a while, and returns the groups that finished."""
+        """Admits what fits, decodes and scores for a while, and returns the groups that finished."""
+        scored = self._score() if self._to_score else []
         while self._free and (self._staged or self._waiting):
             if not self._staged:
                 self._prefill_waiting()
             self._admit_staged()
         if self._resident:
             self._decode()
-        return self._collect()
+        return scored + self._collect()
 
     @property
     def idle(self) -> bool:
         """True if nothing waits and nothing runs."""
-        return not (self._waiting or self._staged or self._resident)
+        return not (self._waiting or self._staged or self._resident or self._to_score)
 
     @property
     def waiting(self) -> int:
         """Requests that still have samples without a slot."""
-        return len(self._waiting) + len(self._staged)
+        return len(self._waiting) + len(self._staged) + len(self._to_score)
 
     def stats(self) -> EngineStats:
         """What has been done so far."""
@@ -207,7 +203,7 @@ class Engine:
             slots=self.geometry.slots,
             slots_busy=len(self._resident),
             waiting=self.waiting,
-            programs_compiled=self._programs.compiled,
+            programs_compiled=self._programs.compiled + (self._scorer is not None),
             **self._counts,
         )
 
@@ -233,7 +229,13 @@ class Engine:
         log.warning("compiling once more, for policies of %s", capacity)
         rows = (self._resident.get(slot) for slot in range(self.geometry.slots))
         policies = [lower(row.group.params if row else SamplingParams(), capacity) for row in rows]
-        self._state = self._state.replace(policy=jax.device_put(stack(policies)))
+        record = self._state.record
+        room = ((0, 0), (0, 0), (0, capacity.support - self._capacity.support))
+        self._state = self._state.replace(
+            policy=jax.device_put(stack(policies)),
+            record=record.replace(support=jnp.pad(record.support, room, constant_values=NO_TOKEN)),
+        )
+        self._scorer = None
         self._programs = compile_programs(
             self._model,
             self.info.tokenizer_len,
@@ -277,21 +279,19 @@ class Engine:
         keys = np.zeros((slots, 2), np.uint32)
         count = min(len(self._free), len(group.pending))
         for place in range(count):
-            slot, (sample_index, given) = self._free.pop(), group.pending.popleft()
+            slot, sample = self._free.pop(), group.pending.popleft()
             entering[place] = slot
-            given_until[slot] += given.size
-            buffer[slot, prompt_len : prompt_len + given.size] = given
-            keys[slot] = row_key(request.seed, request.prompt_id, sample_index)
-            self._resident[slot] = _Resident(group, sample_index, keys[slot], time.monotonic())
-        ends = [size for size in (group.params.max_length, cache_len) if size]
-        limit = min(prompt_len + group.params.max_new_tokens, *ends)
+            given_until[slot] += sample.given.size
+            buffer[slot, prompt_len : prompt_len + sample.given.size] = sample.given
+            keys[slot] = sample.key
+            self._resident[slot] = _Resident(group, sample, time.monotonic())
         admission = Admission(
             slots=entering,
             count=np.int32(count),
             prompt=prompt,
             buffer=buffer,
             prompt_len=np.int32(prompt_len),
-            limit=np.int32(limit),
+            limit=np.int32(group.limit),
             given=given_until,
             keys=keys,
             policy=lower(group.params, self._capacity),
@@ -321,41 +321,69 @@ class Engine:
         if not ended:
             return []
         state = self._state
-        columns = jax.device_get(
-            {
-                "completion_tokens": state.rows.buffer,
-                "behaviour_logprobs": state.behaviour_logprobs,
-                "model_logprobs": state.model_logprobs,
-                "log_kept_mass": state.log_kept_mass,
-                "policy_versions": state.policy_versions,
-            }
+        buffer, lengths, overrun, record, versions = jax.device_get(
+            (state.rows.buffer, state.rows.length, state.overrun, state.record, state.policy_versions)
         )
-        lengths = np.asarray(state.rows.length)
-        groups = []
+        complete = []
         for slot in ended:
             row = self._resident.pop(slot)
             self._free.append(slot)
-            request = row.group.request
-            drawn = slice(request.prompt_tokens.size, int(lengths[slot]))
-            completion = Completion(
-                prompt_id=request.prompt_id,
-                sample_index=row.sample_index,
-                prompt_tokens=request.prompt_tokens,
-                **{name: column[slot, drawn].copy() for name, column in columns.items()},
-                key=row.key,
-                params=row.group.params,
-                stop_reason=StopReason.from_code(int(stop[slot])),
-                wait_s=row.admitted - row.group.submitted,
-                decode_s=time.monotonic() - row.admitted,
+            prompt_len = row.group.request.prompt_tokens.size
+            drawn = slice(prompt_len, int(lengths[slot]))
+            last = row.group.finish(
+                row.sample,
+                buffer[slot, drawn].copy(),
+                jax.tree.map(lambda leaf, slot=slot, drawn=drawn: leaf[slot, drawn].copy(), record),
+                versions[slot, drawn].copy(),
+                stop_code=int(stop[slot]),
+                ended_at=int(overrun[slot]) - prompt_len - 1 if overrun[slot] else None,
+                begun=row.admitted,
             )
+            complete += [row.group] if last else []
             self._counts["completions"] += 1
-            self._counts["tokens"] += completion.completion_tokens.size
-            row.group.finished[row.sample_index] = completion
-            if len(row.group.finished) == len(request.sample_indices):
-                self._counts["groups"] += 1
-                ordered = tuple(row.group.finished[i] for i in request.sample_indices)
-                groups.append(Group(request.prompt_id, ordered))
-        return groups
+            self._counts["tokens"] += drawn.stop - drawn.start
+        return self._close(complete)
+
+    def _score(self) -> list[Group]:
+        """Scores the next few sequences that wait for it and returns the groups that are complete with them."""
+        if self._scorer is None:
+            self._scorer = Scorer(
+                self._model,
+                self.info.tokenizer_len,
+                self.geometry,
+                self._capacity,
+                self._params,
+                self._vocabulary,
+            )
+        began, taken = time.monotonic(), []
+        while self._to_score and len(taken) < self.geometry.prefill_rows:
+            group = self._to_score[0]
+            taken.append((group, group.pending.popleft()))
+            if not group.pending:
+                self._to_score.popleft()
+        known = [KnownSequence(g.request.prompt_tokens, sample.given, g.params, g.limit) for g, sample in taken]
+        complete = []
+        results = self._scorer.score(self._params, self._vocabulary, known)
+        for (group, sample), scored in zip(taken, results, strict=True):
+            early = np.flatnonzero(scored.stop[:-1])
+            last = group.finish(
+                sample,
+                sample.given,
+                scored.record,
+                np.full(sample.given.size, self.policy_version, np.int32),
+                stop_code=int(scored.stop[-1]) or StopReason.LENGTH.code,
+                ended_at=int(early[0]) if early.size else None,
+                begun=began,
+            )
+            complete += [group] if last else []
+            self._counts["completions"] += 1
+            self._counts["scored_tokens"] += sample.given.size
+        return self._close(complete)
+
+    def _close(self, groups: Iterable[OpenGroup]) -> list[Group]:
+        closed = [group.closed() for group in groups]
+        self._counts["groups"] += len(closed)
+        return closed
 
 
 def _tokenizer(info: CheckpointInfo) -> Any:

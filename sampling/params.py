@@ -62,6 +62,8 @@ class SamplingParams:
         n: completions per prompt, at least 1.
         seed: replaces the run's seed for this prompt.
         order: name of the order in which the stages apply.
+    Records:
+        record_support: keep with each token the ids that it was drawn among, if they are at most this many; 0 is off.
     Raises:
         ConfigError: a value is out of range or two contradict; the message names field, value and range.
     """
@@ -102,6 +104,7 @@ class SamplingParams:
     n: int = 1
     seed: int | None = None
     order: str = "transformers"
+    record_support: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -221,6 +224,7 @@ _CHECKS: dict[str, checks.Check] = {
     "n": checks.whole(1, "at least 1"),
     "seed": checks.whole(0, "None or in 0 .. 2^64 - 1", optional=True, most=2**64 - 1),
     "order": checks.order,
+    "record_support": checks.whole(0, "0 (off) to 1024 ids", most=1024),
 }
 
 

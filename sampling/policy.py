@@ -22,6 +22,7 @@ from sampling.pytrees import Node
 from sampling.state import NO_TOKEN, StepState
 from sampling.stop_strings import StopStrings, encode_stop_strings
 from sampling.stopping import EndOfSequence, MaxLength, MaxNewTokens, StoppingRule, StopTokens
+from sampling.support import RecordedSupport
 from sampling.transforms import (
     AllowedTokens,
     BeginSuppressTokens,
@@ -95,12 +96,14 @@ class Policy(Node):
         stopping: the rules, the most telling first: where several end a row at once, the first gives the reason.
         order: int32, which of ORDER_NAMES the row's stages apply in.
         orders: the names of those that may occur (static).
+        support: which supports are recorded.
     """
 
     transforms: dict[str, Transform]
     stopping: tuple[StoppingRule, ...]
     order: ArrayLike = 0
     orders: tuple[str, ...] = struct.field(pytree_node=False, default=("transformers",))
+    support: RecordedSupport = RecordedSupport()
 
     def scores(self, state: StepState, logits: jax.Array) -> jax.Array:
         """The scores that the draw reads: float32 [rows, vocab], a removed token at -inf."""
@@ -117,8 +120,8 @@ class Policy(Node):
         return logits
 
     def neutral(self, state: StepState) -> jax.Array:
-        """bool [rows]: rows whose scores are the model's own, no stage changing anything."""
-        return neutral_rows(self.transforms.values(), state)
+        """bool [rows]: rows whose scores are the model's own, no stage changing anything and no support asked for."""
+        return neutral_rows(self.transforms.values(), state) & ~(self.support.wanted() & state.active)
 
     def stop_codes(self, before: StepState, after: StepState, tokens: jax.Array) -> jax.Array:
         """Why each row ends with the token just committed: StopReason.code, int32 [rows]; 0 if it goes on."""
@@ -207,7 +210,13 @@ def lower(params: SamplingParams, capacity: Capacity | None = None) -> Policy:
         MaxNewTokens(np.int32(params.max_new_tokens)),
         MaxLength(np.int32(params.max_length or np.iinfo(np.int32).max)),
     )
-    return Policy(stages, stopping, np.int32(ORDER_NAMES.index(params.order)), capacity.orders)
+    return Policy(
+        transforms=stages,
+        stopping=stopping,
+        order=np.int32(ORDER_NAMES.index(params.order)),
+        orders=capacity.orders,
+        support=RecordedSupport(np.int32(params.record_support), capacity.support),
+    )
 
 
 def stack(policies: Sequence[Policy]) -> Policy:

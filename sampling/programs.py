@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from sampling.capacity import Capacity
-from sampling.decode import Admission, EngineState, admit, decode, prefill
+from sampling.decode import Admission, EngineState, TokenRecord, admit, decode, prefill
 from sampling.models import KVCache, Transformer
 from sampling.params import SamplingParams
 from sampling.policy import lower, stack
@@ -95,8 +95,8 @@ def empty_state(model: Transformer, geometry: Geometry, capacity: Capacity) -> E
     slots, cache_len = geometry.slots, geometry.cache_len
     neutral = lower(SamplingParams(), capacity)
 
-    def column(dtype: Any) -> jax.Array:
-        return jnp.zeros((slots, cache_len), dtype)
+    def column(dtype: Any, *places: int) -> jax.Array:
+        return jnp.zeros((slots, cache_len, *places), dtype)
 
     return EngineState(
         rows=StepState.empty(slots, cache_len, model.config.vocab_size),
@@ -104,9 +104,14 @@ def empty_state(model: Transformer, geometry: Geometry, capacity: Capacity) -> E
         cache=KVCache.empty(model.config, slots, cache_len, model.dtype),
         given=jnp.zeros(slots, jnp.int32),
         stop=jnp.zeros(slots, jnp.int32),
-        behaviour_logprobs=column(jnp.float32),
-        model_logprobs=column(jnp.float32),
-        log_kept_mass=column(jnp.float32),
+        overrun=jnp.zeros(slots, jnp.int32),
+        record=TokenRecord(
+            behaviour_logprobs=column(jnp.float32),
+            model_logprobs=column(jnp.float32),
+            log_kept_mass=column(jnp.float32),
+            entropy=column(jnp.float32),
+            support=column(jnp.int32, capacity.support),
+        ),
         policy_versions=column(jnp.int32),
     )
 

@@ -107,6 +107,35 @@ class StepState(struct.PyTreeNode):
         )
 
     @classmethod
+    def prefixes(
+        cls, buffer: jax.Array, prompt_len: jax.Array, length: jax.Array, limit: jax.Array, vocab_size: int
+    ) -> StepState:
+        """Rows that are known beforehand, each as it was when it held `length` tokens.
+
+        Args:
+            buffer: int32 [rows, capacity], the whole sequences, known tokens beyond `length` included.
+            prompt_len, length, limit: int32 [rows]; a row of length 0 does not run.
+        """
+        rows, capacity = buffer.shape
+        index, row = jnp.arange(capacity, dtype=jnp.int32)[None, :], jnp.arange(rows)[:, None]
+        in_prompt = index < prompt_len[:, None]
+        drawn = ~in_prompt & (index < length[:, None])
+        return cls(
+            buffer=buffer,
+            prompt_len=prompt_len,
+            length=length,
+            active=length > 0,
+            keys=jnp.zeros((rows, 2), jnp.uint32),
+            limit=limit,
+            in_prompt=jnp.zeros((rows, vocab_size), bool)
+            .at[row, jnp.where(in_prompt, buffer, vocab_size)]
+            .set(True, mode="drop"),
+            counts=jnp.zeros((rows, vocab_size), jnp.int32)
+            .at[row, jnp.where(drawn, buffer, vocab_size)]
+            .add(1, mode="drop"),
+        )
+
+    @classmethod
     def from_histories(
         cls,
         prompts: Sequence[Sequence[int]],

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from sampling.errors import ConfigError, PromptError
+from sampling.keys import row_key
 from sampling.params import SamplingParams
 
 
@@ -84,6 +85,10 @@ class Request:
         given: for each sample the tokens that its completion begins with, int32 [given_len]; by default none. They are
             taken instead of drawn, by the same program, with the log-probs they have under `params`; no rule ends a row
             before its last given token. A recorded completion given whole is its replay, a part of it a branch.
+        keys: for each sample the row's key, uint32 [2], in place of the one that follows from seed, prompt id and
+            sample index; by default none.
+        forward: nothing is drawn. The given tokens are the completions, and a forward pass over each whole sequence
+            scores them: many times faster than a replay, and equal to it within rounding instead of to the bit.
     """
 
     prompt_id: str
@@ -92,6 +97,8 @@ class Request:
     run_seed: int = 0
     sample_indices: tuple[int, ...] = ()
     given: tuple[np.ndarray, ...] = ()
+    keys: tuple[np.ndarray, ...] = ()
+    forward: bool = False
 
     def __post_init__(self) -> None:
         tokens = self._tokens(self.prompt_tokens, "prompt tokens")
@@ -106,14 +113,27 @@ class Request:
         if len(set(indices)) != len(indices) or min(indices) < 0:
             raise ConfigError(f"prompt {self.prompt_id!r}: sample indices must be distinct and >= 0, got {indices}")
         object.__setattr__(self, "sample_indices", indices)
-        given = tuple(self._tokens(part, "given tokens") for part in self.given) or (np.zeros(0, np.int32),) * len(
-            indices
-        )
-        if len(given) != len(indices):
-            raise ConfigError(
-                f"prompt {self.prompt_id!r}: expected given tokens for each of {len(indices)} samples, got {len(given)}"
-            )
+        nothing = (np.zeros(0, np.int32),) * len(indices)
+        given = tuple(self._tokens(part, "given tokens") for part in self.given) or nothing
+        keys = tuple(self._key(key) for key in self.keys)
+        keys = keys or tuple(row_key(self.seed, self.prompt_id, index) for index in indices)
+        for name, values in (("given tokens", given), ("keys", keys)):
+            if len(values) != len(indices):
+                raise ConfigError(
+                    f"prompt {self.prompt_id!r}: expected {name} for each of {len(indices)} samples, got {len(values)}"
+                )
+        if self.forward and not all(part.size for part in given):
+            raise ConfigError(f"prompt {self.prompt_id!r}: forward: expected given tokens to score, got none")
         object.__setattr__(self, "given", given)
+        object.__setattr__(self, "keys", keys)
+
+    def _key(self, key: Any) -> np.ndarray:
+        array = np.asarray(key)
+        if array.shape != (2,) or array.dtype != np.uint32:
+            raise ConfigError(
+                f"prompt {self.prompt_id!r}: expected keys of uint32 [2], got {array.dtype} {list(array.shape)}"
+            )
+        return array
 
     def _tokens(self, tokens: Any, what: str) -> np.ndarray:
         array = np.asarray(tokens)
@@ -143,10 +163,16 @@ class Completion:
             drawn, after every transform, filter and renormalisation. Exactly 0.0 for greedy rows.
         model_logprobs: float32 [completion_len], nats: the untouched model's, at temperature 1.
         log_kept_mass: float32 [completion_len], nats: log of the model's probability mass on the final support.
+        entropy: float32 [completion_len], nats: of the distribution that each token was drawn from.
         policy_versions: int32 [completion_len]: version of the weights that drew each token.
+        support_sizes: int32 [completion_len]: how many ids of each token's support are recorded; 0 where the request
+            asks for none, or the support holds more than it asks for.
+        support_ids: int32 [sum of support_sizes]: those ids, token after token, each token's in ascending order.
+        ended_at: place of the first given token with which the policy's rules would have ended the row although more
+            were given; None if there is none.
         key: uint32 [2]: the row's key, from (seed, prompt id, sample index).
         params: the effective parameters of this row, end-of-sequence ids included.
-        stop_reason: why it ended.
+        stop_reason: why it ended. Scored by forward passes, a completion that no rule ends has the reason `length`.
         wait_s: seconds between submission and the first decode step.
         decode_s: seconds between the first decode step and the end.
     """
@@ -158,7 +184,11 @@ class Completion:
     behaviour_logprobs: np.ndarray
     model_logprobs: np.ndarray
     log_kept_mass: np.ndarray
+    entropy: np.ndarray
     policy_versions: np.ndarray
+    support_sizes: np.ndarray
+    support_ids: np.ndarray
+    ended_at: int | None
     key: np.ndarray
     params: SamplingParams
     stop_reason: StopReason

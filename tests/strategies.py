@@ -24,6 +24,7 @@ float32_bits = st.integers(0, 2**32 - 1)
 """Any float32 by its bits: every NaN payload, both zeros, subnormals and infinities."""
 
 drawn_logprobs = st.floats(max_value=0.0, allow_nan=False, allow_infinity=False, width=32)
+entropies = st.floats(0, 20, width=32) | st.sampled_from([np.nan])
 any_logprobs = drawn_logprobs | st.sampled_from([-np.inf, np.nan, -0.0])
 
 
@@ -52,9 +53,17 @@ sampling_params = st.builds(
 
 
 @st.composite
+def support_of(draw: st.DrawFn, token: np.int32) -> np.ndarray:
+    """A recorded support that holds the token, or an empty one."""
+    others = draw(st.none() | st.sets(token_ids, max_size=4))
+    return np.zeros(0, np.int32) if others is None else np.array(sorted({int(token), *others}), np.int32)
+
+
+@st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     """A valid record, completed or failed, empty completions included."""
     tokens = draw(int32_arrays(0, 5))
+    supports = [draw(support_of(token)) for token in tokens]
     stop_reason = draw(st.sampled_from(StopReason))
     failed = stop_reason in FAILED_REASONS
     reward = draw(st.none() | st.floats(allow_nan=False, allow_infinity=False))
@@ -68,7 +77,10 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         behaviour_logprobs=draw(float32_arrays(drawn_logprobs, tokens.size)),
         model_logprobs=draw(float32_arrays(any_logprobs, tokens.size)),
         log_kept_mass=draw(float32_arrays(any_logprobs, tokens.size)),
+        entropy=draw(float32_arrays(entropies, tokens.size)),
         policy_versions=draw(int32_arrays(tokens.size, tokens.size)),
+        support_sizes=np.array([ids.size for ids in supports], np.int32),
+        support_ids=np.concatenate([np.zeros(0, np.int32), *supports]),
         policy=draw(sampling_params).to_dict(),
         key=np.array(draw(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=2)), np.uint32),
         stop_reason=stop_reason,

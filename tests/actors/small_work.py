@@ -46,6 +46,7 @@ def drawn(group: Group) -> list[tuple]:
             completion.behaviour_logprobs.tobytes(),
             completion.model_logprobs.tobytes(),
             completion.log_kept_mass.tobytes(),
+            completion.entropy.tobytes(),
             completion.key.tobytes(),
             completion.stop_reason,
         )

@@ -21,14 +21,22 @@ def completion(prompt_id: str = "p", sample_index: int = 0, **changes: Any) -> C
         behaviour_logprobs=np.array([-0.5, -0.7], np.float32),
         model_logprobs=np.array([-0.6, -0.9], np.float32),
         log_kept_mass=np.array([-0.1, -0.2], np.float32),
-        policy_versions=np.array([0, 0], np.int32),
         key=np.array([3, 4], np.uint32),
         params=SamplingParams(top_p=0.95),
+        ended_at=None,
         stop_reason=StopReason.EOS,
         wait_s=0.25,
         decode_s=0.5,
     )
-    return Completion(**{**fields, **changes})
+    fields |= changes
+    tokens = fields["completion_tokens"]
+    per_token: dict[str, Any] = dict(
+        entropy=np.full(len(tokens), 0.9, np.float32),
+        policy_versions=np.zeros(len(tokens), np.int32),
+        support_sizes=np.zeros(len(tokens), np.int32),
+        support_ids=np.zeros(0, np.int32),
+    )
+    return Completion(**{**per_token, **fields})
 
 
 def trajectory(prompt_id: str = "p", sample_index: int = 0, **changes: Any) -> Trajectory:

@@ -74,6 +74,12 @@ def test_a_sample_that_was_never_drawn_is_a_named_failure_with_its_own_key():
         ({"behaviour_logprobs": np.array([-np.inf, -1], np.float32)}, r"behaviour_logprobs\[0\]: expected a log-prob"),
         ({"behaviour_logprobs": np.array([-1, 0.5], np.float32)}, r"behaviour_logprobs\[1\]: .* <= 0"),
         ({"log_kept_mass": np.array([0.5, -1], np.float32)}, r"log_kept_mass\[0\]: expected a log-probability"),
+        ({"entropy": np.array([0.5, -1], np.float32)}, r"entropy\[1\]: expected NaN or nats, finite and >= 0, got"),
+        ({"entropy": np.array([np.inf, 1], np.float32)}, r"entropy\[0\]: expected NaN or nats"),
+        ({"support_sizes": np.array([1, 0], np.int32)}, r"support_ids: expected int32 \[1\], the sum of support_sizes"),
+        ({"support_sizes": np.array([1, -1], np.int32)}, "support_sizes: expected numbers >= 0"),
+        ({"support_sizes": np.array([0, 2], np.int32), "support_ids": np.array([3, 4], np.int32)},
+         r"support of token 1: expected ascending ids, the token's own among them, got .*\[3, 4\]"),
         ({"sample_index": -1}, "sample_index: expected a whole number >= 0, got -1"),
         ({"wait_s": float("nan")}, "wait_s: expected seconds >= 0 as a float, got nan"),
         ({"metadata": {"a": (1, 2)}}, r"metadata.a: expected a plain JSON value .* got tuple"),
@@ -91,6 +97,12 @@ def test_a_record_that_breaks_its_invariants_is_refused_by_name(changes, message
     with pytest.raises(RecordError, match=message) as caught:
         dataclasses.replace(trajectory("p-9"), **changes)
     assert "prompt 'p-9'" in str(caught.value)
+
+
+def test_supports_are_read_token_by_token():
+    sizes, ids = np.array([3, 0], np.int32), np.array([2, 7, 9], np.int32)
+    record = trajectory(support_sizes=sizes, support_ids=ids)
+    assert record.support(0).tolist() == [2, 7, 9] and record.support(1).tolist() == []
 
 
 def test_rounding_just_above_zero_is_no_fault_and_is_kept_as_it_is():

@@ -1,0 +1,99 @@
+"""OpenGroup: a request under way in an engine, from its samples that wait to its completions that are done."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from sampling.decode import TokenRecord
+from sampling.params import SamplingParams
+from sampling.state import NO_TOKEN
+from sampling.types import Completion, Group, Request, StopReason
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion that a request asks for: which, the tokens it begins with, and its key."""
+
+    index: int
+    given: np.ndarray
+    key: np.ndarray
+
+
+@dataclass
+class OpenGroup:
+    """A request under way.
+
+    Attributes:
+        request: what was asked.
+        params: its parameters as they take effect.
+        limit: total length at which a row's budget ends.
+        submitted: when it came, by time.monotonic().
+        pending: samples that nobody has begun.
+        finished: completions by sample index.
+    """
+
+    request: Request
+    params: SamplingParams
+    limit: int
+    submitted: float
+    pending: deque[Sample]
+    finished: dict[int, Completion] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, request: Request, params: SamplingParams, cache_len: int) -> Self:
+        """A request that has just come."""
+        samples = zip(request.sample_indices, request.given, request.keys, strict=True)
+        ends = [size for size in (params.max_length, cache_len) if size]
+        limit = min(request.prompt_tokens.size + params.max_new_tokens, *ends)
+        return cls(request, params, limit, time.monotonic(), deque(Sample(*sample) for sample in samples))
+
+    def finish(
+        self,
+        sample: Sample,
+        tokens: np.ndarray,
+        record: TokenRecord,
+        versions: np.ndarray,
+        *,
+        stop_code: int,
+        ended_at: int | None,
+        begun: float,
+    ) -> bool:
+        """Takes one sample's result; True if it was the last one.
+
+        Args:
+            tokens, versions: int32 [completion_len].
+            record: leaves NumPy [completion_len, ...].
+            stop_code: StopReason.code.
+            ended_at: see Completion.
+            begun: when the first token was due, by time.monotonic().
+        """
+        support: Any = np.sort(record.support, axis=-1)
+        self.finished[sample.index] = Completion(
+            prompt_id=self.request.prompt_id,
+            sample_index=sample.index,
+            prompt_tokens=self.request.prompt_tokens,
+            completion_tokens=tokens,
+            behaviour_logprobs=np.asarray(record.behaviour_logprobs),
+            model_logprobs=np.asarray(record.model_logprobs),
+            log_kept_mass=np.asarray(record.log_kept_mass),
+            entropy=np.asarray(record.entropy),
+            policy_versions=versions,
+            support_sizes=np.asarray(np.sum(support != NO_TOKEN, axis=-1, dtype=np.int32)),
+            support_ids=support[support != NO_TOKEN],
+            ended_at=ended_at,
+            key=sample.key,
+            params=self.params,
+            stop_reason=StopReason.from_code(stop_code),
+            wait_s=begun - self.submitted,
+            decode_s=time.monotonic() - begun,
+        )
+        return len(self.finished) == len(self.request.sample_indices)
+
+    def closed(self) -> Group:
+        """The group, once all its samples are finished."""
+        return Group(self.request.prompt_id, tuple(self.finished[index] for index in self.request.sample_indices))
