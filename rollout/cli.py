@@ -90,6 +90,10 @@ def sample(config: Path, out: Path, overrides: tuple[str, ...], address: str | N
         summary = sample_run(run_config, out, address=address, progress=progress)
     if not quiet:
         summary.render(Console(file=sys.stdout))
+    if summary.canary and summary.canary.faults:
+        click.echo("rollout: the records are on disk, but a part of them did not verify:", err=True)
+        click.echo("\n".join(f"  {fault}" for fault in summary.canary.faults), err=True)
+        sys.exit(FAILED)
     if summary.failed:
         click.echo(f"rollout: {summary.failed} sample(s) failed, as told under `failure` in their records:", err=True)
         for failure in summary.failures:

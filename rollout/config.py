@@ -81,6 +81,16 @@ class OutputConfig(Section):
     rows_per_shard: int = Field(default=1024, ge=1)
 
 
+class VerifyConfig(Section):
+    """Whether a run is verified while it goes on.
+
+    Attributes:
+        share: of the prompts whose groups are drawn again, to the bit, and scored by forward passes; 0 is off.
+    """
+
+    share: float = Field(default=0.0, ge=0, le=1)
+
+
 def _read_geometry(values: Any) -> Geometry:
     return values if isinstance(values, Geometry) else _build("geometry", values, Geometry())
 
@@ -130,6 +140,7 @@ class RunConfig(Section):
         workers: where it runs.
         seed: the run's seed; with prompt id and sample index it determines every draw.
         output: how the files are cut.
+        verify: whether the run is verified while it goes on.
     """
 
     model: ModelConfig
@@ -140,6 +151,7 @@ class RunConfig(Section):
     workers: WorkersConfig = WorkersConfig()
     seed: int = Field(default=0, ge=0, lt=2**64)
     output: OutputConfig = OutputConfig()
+    verify: VerifyConfig = VerifyConfig()
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved tree as plain JSON values, every default written out; `load_config` reads it back equal."""

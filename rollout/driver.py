@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors import Deadlines, Placement, RetryPolicy, WorkerPool, WorkerSpec
+from rollout.canary import Canary
 from rollout.config import RunConfig
 from rollout.groups import GroupSampler
 from rollout.progress import Progress, ProgressReporter
@@ -65,8 +66,15 @@ def sample_run(
                 prompts_total=census.prompts,
                 rows_total=census.rows,
             )
+            canary = Canary(config.verify.share, config.model.dtype) if config.verify.share else None
             sampler = GroupSampler(
-                pool, tokenizer, config.sampling, seed=config.seed, reward=reward, run_id=folder.manifest.run_id
+                pool,
+                tokenizer,
+                config.sampling,
+                seed=config.seed,
+                reward=reward,
+                run_id=folder.manifest.run_id,
+                canary=canary,
             )
             done = frozenset(folder.done_prompt_ids)
             missing = (prompt for prompt in read_prompts(config.prompts) if prompt.id not in done)
@@ -86,6 +94,8 @@ def sample_run(
                 rows_done += len(group)
             report()
             folder.require_same(prompts_digest=digest_prompts(config.prompts))  # nobody edited the file meanwhile
+            if canary:
+                canary.write(folder.path)
             folder.finish()
             engines, sampled_s = pool.stats().engines, time.monotonic() - loaded
         return RunSummary.from_folder(
@@ -93,6 +103,7 @@ def sample_run(
             wall_s=time.monotonic() - began,
             tokens_per_s=engines.tokens / sampled_s,
             programs_compiled=engines.programs_compiled,
+            canary=canary.report() if canary else None,
         )
 
 

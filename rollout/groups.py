@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from actors import GroupFailure, GroupResult, Outcome, WorkerPool
+from rollout.canary import Canary
 from rollout.json_values import shown
 from rollout.prompts import Prompt
 from rollout.rewards import Reward, judge
@@ -41,6 +42,7 @@ class GroupSampler:
         seed: the run's seed; with prompt id and sample index it determines every draw.
         reward: scores each completion; None scores nothing.
         run_id: goes into every record.
+        canary: asks for a share of the groups once more, and compares; None compares nothing.
     Raises:
         ConfigError: the parameters are of another kind, or the seed is out of range.
     """
@@ -54,6 +56,7 @@ class GroupSampler:
         seed: int = 0,
         reward: Reward | None = None,
         run_id: str = "",
+        canary: Canary | None = None,
     ) -> None:
         if not isinstance(params, SamplingParams):
             raise ConfigError(f"params: expected SamplingParams(...), got {shown(params)}")
@@ -64,6 +67,7 @@ class GroupSampler:
         self._params = params
         self._seed = seed
         self._reward = reward
+        self._canary = canary
         self._window_rows = WINDOW_ROUNDS * pool.slots
         self._origin: dict[str, Any] = {
             "run_id": run_id,
@@ -81,15 +85,21 @@ class GroupSampler:
         """
         window = _Window()
         for outcome in self._pool.run(self._requests(prompts, window), on_wait):
+            if self._canary and self._canary.settle(outcome):
+                continue
             prompt = window.prompt(outcome.request.prompt_id)
-            window.close(prompt.id, self._records(prompt, outcome))
+            records = self._records(prompt, outcome)
+            if self._canary:
+                self._canary.watch(outcome.request, records)
+            window.close(prompt.id, records)
             yield from window.leaving()
         yield from window.leaving()
 
     def _requests(self, prompts: Iterable[Prompt], window: _Window) -> Iterator[Request | None]:
         for prompt in prompts:
             while window.rows >= self._window_rows:
-                yield None
+                yield from self._checks() or [None]
+            yield from self._checks()
             params = prompt.params(self._params)
             window.open(prompt, rows=params.n)
             try:
@@ -98,6 +108,11 @@ class GroupSampler:
                 yield Request(prompt.id, tokens, params, self._seed)
             except PromptError as error:
                 window.close(prompt.id, self._failed(prompt, np.zeros(0, np.int32), params, f"PromptError: {error}"))
+        while self._canary and (window.rows or self._canary.waiting):
+            yield from self._checks() or [None]
+
+    def _checks(self) -> list[Request]:
+        return list(self._canary.requests()) if self._canary else []
 
     def _records(self, prompt: Prompt, outcome: Outcome) -> TrajectoryGroup:
         match outcome:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rollout.canary import CanaryReport
 from rollout.json_values import shown
 from rollout.manifest import MANIFEST_NAME, read_manifest
 from rollout.shards import SHARDS_NAME, read_trajectories
@@ -60,6 +61,7 @@ class RunSummary:
         examples: a few completions.
         failures: of the first prompts with failed samples, which sample failed first and why.
         already_finished: nothing was left to do.
+        canary: what was verified while this start sampled; None if nothing was to be.
     """
 
     prompts: int
@@ -78,6 +80,7 @@ class RunSummary:
     examples: tuple[Example, ...] = field(default=())
     failures: tuple[str, ...] = ()
     already_finished: bool = False
+    canary: CanaryReport | None = None
 
     @classmethod
     def from_folder(
@@ -89,6 +92,7 @@ class RunSummary:
         programs_compiled: int = 0,
         already_finished: bool = False,
         num_examples: int = 4,
+        canary: CanaryReport | None = None,
     ) -> Self:
         """Reads the run folder once and sums up; the first sample of the first prompts serves as example.
 
@@ -134,6 +138,7 @@ class RunSummary:
             examples=tuple(examples),
             failures=tuple(failures.values()),
             already_finished=already_finished,
+            canary=canary,
         )
 
     def render(self, console: Console) -> None:
@@ -165,6 +170,9 @@ class RunSummary:
         ]
         if self.already_finished:
             return [*figures, ("state", "finished before; nothing was left to do")]
+        if self.canary:
+            figures.append(("verified", f"{self.canary.samples} samples drawn again, {len(self.canary.faults)} faults"))
+            figures.append(("forward scores", self.canary.distances))
         return [
             *figures,
             ("tokens/s", f"{self.tokens_per_s:,.1f}"),
