@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollout.branches import Branch
     from rollout.config import RunConfig
     from rollout.config_file import load_config
     from rollout.driver import sample_run
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from sampling.types import Geometry, StopReason
 
 __all__ = [
+    "Branch",
     "Geometry",
     "Prompt",
     "Reward",
@@ -42,6 +44,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "rollout.branches": ("Branch",),
     "rollout.config": ("RunConfig",),
     "rollout.config_file": ("load_config",),
     "rollout.driver": ("sample_run",),

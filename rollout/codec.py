@@ -29,6 +29,7 @@ _COLUMNS: dict[str, pa.DataType] = {
     "sample_index": pa.int32(),
     "prompt_tokens": _INT32,
     "completion_tokens": _INT32,
+    "given_len": pa.int32(),
     "behaviour_logprobs": _FLOAT32,
     "model_logprobs": _FLOAT32,
     "log_kept_mass": _FLOAT32,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from actors import GroupFailure, GroupResult, Outcome, WorkerPool
+from rollout.branches import Branch
 from rollout.canary import Canary
 from rollout.json_values import shown
 from rollout.prompts import Prompt
@@ -22,6 +23,7 @@ from rollout.tokenizer import Tokenizer
 from rollout.trajectory import Trajectory
 from sampling.errors import ConfigError, PromptError
 from sampling.fingerprint import fingerprint_digest
+from sampling.keys import row_key
 from sampling.params import SamplingParams
 from sampling.types import Completion, Request, StopReason
 
@@ -95,6 +97,22 @@ class GroupSampler:
             yield from window.leaving()
         yield from window.leaving()
 
+    def branch(self, branches: Iterable[Branch]) -> Iterator[TrajectoryGroup]:
+        """The groups that continue recorded trajectories, in the order of the branches."""
+        line: deque[tuple[Request, Prompt]] = deque()
+        groups: dict[int, TrajectoryGroup] = {}
+
+        def requests() -> Iterator[Request]:
+            for branch in branches:
+                line.append((branch.request(), branch.prompt))
+                yield line[-1][0]
+
+        for outcome in self._pool.run(requests()):
+            prompt = next(prompt for request, prompt in line if request is outcome.request)
+            groups[id(outcome.request)] = self._records(prompt, outcome)
+            while line and id(line[0][0]) in groups:
+                yield groups.pop(id(line.popleft()[0]))
+
     def _requests(self, prompts: Iterable[Prompt], window: _Window) -> Iterator[Request | None]:
         for prompt in prompts:
             while window.rows >= self._window_rows:
@@ -107,7 +125,7 @@ class GroupSampler:
                 assert tokens is not None
                 yield Request(prompt.id, tokens, params, self._seed)
             except PromptError as error:
-                window.close(prompt.id, self._failed(prompt, np.zeros(0, np.int32), params, f"PromptError: {error}"))
+                window.close(prompt.id, self._unread(prompt, params, f"PromptError: {error}"))
         while self._canary and (window.rows or self._canary.waiting):
             yield from self._checks() or [None]
 
@@ -121,7 +139,7 @@ class GroupSampler:
             case GroupFailure(request, error_type, message, attempts, worker):
                 tried = f" (after {attempts} attempts)" if attempts > 1 else ""
                 failure = f"{error_type}: {message}{tried}"
-                return self._failed(prompt, request.prompt_tokens, request.params, failure, worker)
+                return self._failed(prompt, request, failure, worker)
 
     def _record(self, prompt: Prompt, completion: Completion, worker: str) -> Trajectory:
         tokens = completion.prompt_tokens, completion.completion_tokens
@@ -138,23 +156,21 @@ class GroupSampler:
             **self._origin,
         )
 
-    def _failed(
-        self, prompt: Prompt, prompt_tokens: np.ndarray, params: SamplingParams, failure: str, worker: str = ""
-    ) -> TrajectoryGroup:
+    def _failed(self, prompt: Prompt, request: Request, failure: str, worker: str) -> TrajectoryGroup:
+        keyed = zip(request.sample_indices, request.keys, strict=True)
+        made = self._origin | {"worker": worker, "metadata": dict(prompt.metadata), "params": request.params}
         return tuple(
-            Trajectory.from_failure(
-                failure,
-                prompt_id=prompt.id,
-                sample_index=sample_index,
-                prompt_tokens=prompt_tokens,
-                params=params,
-                run_seed=self._seed,
-                worker=worker,
-                metadata=dict(prompt.metadata),
-                **self._origin,
-            )
-            for sample_index in range(params.n)
+            Trajectory.from_failure(failure, prompt.id, index, request.prompt_tokens, key, **made)
+            for index, key in keyed
         )
+
+    def _unread(self, prompt: Prompt, params: SamplingParams, failure: str) -> TrajectoryGroup:
+        """The samples of a prompt of which no request could be made."""
+        made = self._origin | {"metadata": dict(prompt.metadata), "params": params}
+        seed = self._seed if params.seed is None else params.seed
+        nothing = np.zeros(0, np.int32)
+        keyed = [(index, row_key(seed, prompt.id, index)) for index in range(params.n)]
+        return tuple(Trajectory.from_failure(failure, prompt.id, index, nothing, key, **made) for index, key in keyed)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any, Literal, Self
 
 from actors import Deadlines, Placement, RetryPolicy, WorkerPool, WorkerSpec
+from rollout.branches import Branch
 from rollout.groups import GroupSampler, TrajectoryGroup
 from rollout.json_values import shown
 from rollout.prompts import Prompt
@@ -104,11 +105,30 @@ class Rollouts:
                 are not running.
             WorkerError: all workers were lost.
         """
+        sampler = self._sampler(params, seed)
+        yield from _judged(sampler.sample(_read(prompts)), on_failure)
+
+    def branch(
+        self, branches: Iterable[Branch], *, on_failure: Literal["raise", "record"] = "raise"
+    ) -> Iterator[TrajectoryGroup]:
+        """Groups that continue recorded trajectories, in the order of the branches.
+
+        A group is one trajectory where the branch keeps the recorded sample, and one for each of its sample indices
+        where it names some. Rewards are computed for the new completions.
+
+        Args:
+            branches: where to begin, and what to change.
+            on_failure: as in `sample`.
+        Raises:
+            ConfigError, RunError, WorkerError: as in `sample`.
+        """
+        sampler = self._sampler(None, seed=0)
+        yield from _judged(sampler.branch(_branches(branches)), on_failure)
+
+    def _sampler(self, params: SamplingParams | None, seed: int) -> GroupSampler:
         if self._tokenizer is None:
             raise RunError("the workers are not running; use it as `with Rollouts(...) as rollouts:`")
-        if on_failure not in ("raise", "record"):
-            raise ConfigError(f"on_failure: expected 'raise' or 'record', got {shown(on_failure)}")
-        sampler = GroupSampler(
+        return GroupSampler(
             self._workers,
             self._tokenizer,
             SamplingParams() if params is None else params,
@@ -116,10 +136,25 @@ class Rollouts:
             reward=self._reward,
             run_id=self._run_id,
         )
-        for group in sampler.sample(_read(prompts)):
-            if on_failure == "raise":
-                _require_completions(group)
-            yield group
+
+
+def _judged(groups: Iterator[TrajectoryGroup], on_failure: str) -> Iterator[TrajectoryGroup]:
+    """Hands groups out, or raises at the first failed sample if that is asked for."""
+    if on_failure not in ("raise", "record"):
+        raise ConfigError(f"on_failure: expected 'raise' or 'record', got {shown(on_failure)}")
+    for group in groups:
+        if on_failure == "raise":
+            _require_completions(group)
+        yield group
+
+
+def _branches(branches: Iterable[Branch]) -> Iterator[Branch]:
+    if isinstance(branches, Branch):
+        raise ConfigError("branches: expected a list, or another iterable, of branches, got one of them")
+    for branch in branches:
+        if not isinstance(branch, Branch):
+            raise ConfigError(f"branches: expected Branch(trajectory, keep), got {shown(branch)}")
+        yield branch
 
 
 def _read(prompts: Iterable[Prompt | Mapping[str, Any] | str]) -> Iterator[Prompt]:

@@ -68,7 +68,7 @@ def content_hash(trajectories: Iterable[Trajectory]) -> str:
             row.key,
         )
         reward = None if row.reward is None else row.reward.hex()
-        plain = [row.prompt_id, row.sample_index, row.stop_reason, row.status, reward, row.policy]
+        plain = [row.prompt_id, row.sample_index, row.given_len, row.stop_reason, row.status, reward, row.policy]
         parts = [canonical_json(plain).encode(), *(_little_endian(array) for array in arrays)]
         for part in parts:
             total.update(len(part).to_bytes(8, "little"))

@@ -13,7 +13,6 @@ import numpy as np
 from rollout.json_values import is_utf8, require_json
 from rollout.rewards import Score
 from sampling.errors import RecordError
-from sampling.keys import row_key
 from sampling.params import SamplingParams
 from sampling.types import Completion, StopReason
 
@@ -56,7 +55,9 @@ class Trajectory:
         sample_index: which sample of the prompt, from 0.
         prompt_tokens: int32 [prompt_len].
         completion_tokens: int32 [completion_len].
-        behaviour_logprobs: float32 [completion_len], nats; see LOGPROB_DEFINITION.
+        given_len: how many of them, from the first on, were given and not drawn; 0 except in branches.
+        behaviour_logprobs: float32 [completion_len], nats; see LOGPROB_DEFINITION. A given token that the policy
+            removes has -inf; one that was drawn never.
         model_logprobs: float32 [completion_len], nats; -inf and NaN (not measured) may occur.
         log_kept_mass: float32 [completion_len], nats; NaN where not measured.
         entropy: float32 [completion_len], nats; NaN where not measured.
@@ -87,6 +88,7 @@ class Trajectory:
     sample_index: int
     prompt_tokens: np.ndarray
     completion_tokens: np.ndarray
+    given_len: int
     behaviour_logprobs: np.ndarray
     model_logprobs: np.ndarray
     log_kept_mass: np.ndarray
@@ -133,6 +135,7 @@ class Trajectory:
             sample_index=completion.sample_index,
             prompt_tokens=completion.prompt_tokens,
             completion_tokens=completion.completion_tokens,
+            given_len=completion.given_len,
             behaviour_logprobs=completion.behaviour_logprobs,
             model_logprobs=completion.model_logprobs,
             log_kept_mass=completion.log_kept_mass,
@@ -160,13 +163,13 @@ class Trajectory:
     def from_failure(
         cls,
         failure: str,
-        *,
-        run_id: str,
         prompt_id: str,
         sample_index: int,
         prompt_tokens: np.ndarray,
+        key: np.ndarray,
+        *,
         params: SamplingParams,
-        run_seed: int,
+        run_id: str,
         weights_digest: str,
         numerics_fingerprint: str,
         worker: str = "",
@@ -174,11 +177,10 @@ class Trajectory:
         group_id: str | None = None,
     ) -> Self:
         """The record of a sample that was never drawn: no tokens, stop reason `aborted`, and the reason in words."""
-        key = row_key(run_seed if params.seed is None else params.seed, prompt_id, sample_index)
         no_ids, no_nats = np.zeros(0, np.int32), np.zeros(0, np.float32)
         completion = Completion(
-            prompt_id, sample_index, prompt_tokens, no_ids, no_nats, no_nats, no_nats, no_nats, no_ids, no_ids, no_ids,
-            None, key, params, StopReason.ABORTED, wait_s=0.0, decode_s=0.0,
+            prompt_id, sample_index, prompt_tokens, no_ids, 0, no_nats, no_nats, no_nats, no_nats,
+            no_ids, no_ids, no_ids, None, key, params, StopReason.ABORTED, wait_s=0.0, decode_s=0.0,
         )  # fmt: skip
         record = cls.from_completion(
             completion,
@@ -236,8 +238,11 @@ class Trajectory:
             if not isinstance(value, dict):
                 raise self._refusal(name, "a dict", value)
             require_json(value, f"{self._place}: {name}", RecordError)
-        if type(self.sample_index) is not int or self.sample_index < 0:
-            raise self._refusal("sample_index", "a whole number >= 0", self.sample_index)
+        for name, most in (("sample_index", math.inf), ("given_len", self.completion_len)):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value <= most:
+                expected = "a whole number >= 0" if most == math.inf else f"a whole number in 0 .. {most}"
+                raise self._refusal(name, expected, value)
         self._check_nats()
         self._check_support()
         self._check_outcome()
@@ -271,8 +276,10 @@ class Trajectory:
 
     def _check_nats(self) -> None:
         limit = np.float32(MAX_ROUNDING_NATS)
+        given = np.arange(self.completion_len) < self.given_len
+        lawful = np.isfinite(self.behaviour_logprobs) | (given & np.isneginf(self.behaviour_logprobs))
         for name, valid, expected in (
-            ("behaviour_logprobs", np.isfinite(self.behaviour_logprobs), "finite and"),
+            ("behaviour_logprobs", lawful, "finite and"),
             ("model_logprobs", True, "NaN or"),
             ("log_kept_mass", True, "NaN or"),
         ):
@@ -290,9 +297,10 @@ class Trajectory:
             raise self._refusal("support_sizes", "numbers >= 0", sizes.min())
         if (total := sizes.sum()) != self.support_ids.size:
             raise self._refusal("support_ids", f"int32 [{total}], the sum of support_sizes", self.support_ids.size)
+        given = np.arange(self.completion_len) < self.given_len
         for place in np.flatnonzero(sizes):
             ids = self.support(int(place))
-            if self.completion_tokens[place] not in ids or np.any(np.diff(ids) <= 0):
+            if (self.completion_tokens[place] not in ids and not given[place]) or np.any(np.diff(ids) <= 0):
                 raise self._refusal(f"support of token {place}", "ascending ids, the token's own among them", ids)
 
     def _check_outcome(self) -> None:

@@ -78,6 +78,7 @@ class OpenGroup:
             sample_index=sample.index,
             prompt_tokens=self.request.prompt_tokens,
             completion_tokens=tokens,
+            given_len=sample.given.size,
             behaviour_logprobs=np.asarray(record.behaviour_logprobs),
             model_logprobs=np.asarray(record.model_logprobs),
             log_kept_mass=np.asarray(record.log_kept_mass),

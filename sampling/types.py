@@ -159,6 +159,7 @@ class Completion:
         sample_index: which sample of the prompt this is.
         prompt_tokens: int32 [prompt_len].
         completion_tokens: int32 [completion_len].
+        given_len: how many of them, from the first on, were given and not drawn.
         behaviour_logprobs: float32 [completion_len], nats: log of the probability with which each token was
             drawn, after every transform, filter and renormalisation. Exactly 0.0 for greedy rows.
         model_logprobs: float32 [completion_len], nats: the untouched model's, at temperature 1.
@@ -181,6 +182,7 @@ class Completion:
     sample_index: int
     prompt_tokens: np.ndarray
     completion_tokens: np.ndarray
+    given_len: int
     behaviour_logprobs: np.ndarray
     model_logprobs: np.ndarray
     log_kept_mass: np.ndarray

@@ -74,6 +74,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         sample_index=draw(st.integers(0, 1000)),
         prompt_tokens=draw(int32_arrays(0, 5)),
         completion_tokens=tokens,
+        given_len=draw(st.integers(0, tokens.size)),
         behaviour_logprobs=draw(float32_arrays(drawn_logprobs, tokens.size)),
         model_logprobs=draw(float32_arrays(any_logprobs, tokens.size)),
         log_kept_mass=draw(float32_arrays(any_logprobs, tokens.size)),

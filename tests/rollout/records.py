@@ -23,6 +23,7 @@ def completion(prompt_id: str = "p", sample_index: int = 0, **changes: Any) -> C
         log_kept_mass=np.array([-0.1, -0.2], np.float32),
         key=np.array([3, 4], np.uint32),
         params=SamplingParams(top_p=0.95),
+        given_len=0,
         ended_at=None,
         stop_reason=StopReason.EOS,
         wait_s=0.25,

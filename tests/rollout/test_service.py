@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
 from actors import Placement
-from rollout import Geometry, Rollouts, SamplingParams
+from rollout import Branch, Geometry, Rollouts, SamplingParams
 from rollout.groups import WINDOW_ROUNDS
 from sampling.errors import CheckpointError, ConfigError, PromptError, RunError
 
@@ -52,6 +53,59 @@ def test_the_seed_decides_and_nothing_else(rollouts):
         return [t.completion_tokens.tobytes() for group in groups for t in group]
 
     assert drawn(1) == drawn(1) != drawn(2)
+
+
+@pytest.fixture(scope="module")
+def drawn(rollouts):
+    """Two trajectories of one prompt, with a policy that looks back."""
+    params = SamplingParams(n=2, max_new_tokens=12, frequency_penalty=0.5, top_p=0.9, ignore_eos=True)
+    (group,) = rollouts.sample([{"prompt": "abc", "id": "p", "metadata": {"k": 1}}], params, seed=3)
+    return group
+
+
+def test_a_branch_with_nothing_changed_is_the_original(rollouts, drawn):
+    branches = [Branch(trajectory, keep) for trajectory in drawn for keep in (0, 1, 7, 12)]
+    groups = list(rollouts.branch(branches))
+    for branch, (again,) in zip(branches, groups, strict=True):
+        original = branch.trajectory
+        assert (
+            dataclasses.replace(
+                again, wait_s=original.wait_s, decode_s=original.decode_s, worker=original.worker, given_len=0
+            )
+            == original
+        )
+
+
+def test_a_branch_goes_on_with_another_sample_or_policy(rollouts, drawn):
+    original, sibling = drawn
+    others, greedy, same = rollouts.branch(
+        [
+            Branch(original, 4, sample_indices=(5, 6), seed=3),
+            Branch(original, 4, params=SamplingParams(temperature=0, max_new_tokens=9, ignore_eos=True)),
+            Branch(original, 0, sample_indices=(1,), seed=3),
+        ]
+    )
+    assert [t.sample_index for t in others] == [5, 6]
+    for other in others:
+        np.testing.assert_array_equal(other.completion_tokens[:4], original.completion_tokens[:4])
+        np.testing.assert_array_equal(other.behaviour_logprobs[:4], original.behaviour_logprobs[:4])
+        assert other.completion_tokens.tolist() != original.completion_tokens.tolist()
+        assert other.reward == len(other.text) and other.metadata == {"k": 1}
+    (greedy,) = greedy
+    assert greedy.completion_len == 9 and (greedy.behaviour_logprobs[4:] == 0).all()
+    assert np.isneginf(greedy.behaviour_logprobs[:4]).any() or (greedy.behaviour_logprobs[:4] == 0).all()
+    np.testing.assert_array_equal(same[0].completion_tokens, sibling.completion_tokens)
+
+
+def test_bad_branches_are_refused(rollouts, drawn):
+    with pytest.raises(ConfigError, match=r"keep: expected 0 \.\. 12, the tokens of the completion, got 13"):
+        Branch(drawn[0], 13)
+    with pytest.raises(ConfigError, match="seed: the recorded key needs none"):
+        Branch(drawn[0], 3, seed=1)
+    with pytest.raises(ConfigError, match=r"branches: expected Branch\(trajectory, keep\), got"):
+        next(rollouts.branch([drawn[0]]))
+    with pytest.raises(ConfigError, match="got one of them"):
+        next(rollouts.branch(Branch(drawn[0], 3)))
 
 
 def test_a_loop_may_be_left_early(rollouts):

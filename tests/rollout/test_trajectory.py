@@ -46,12 +46,12 @@ def test_reasons_without_a_usable_completion_give_failed_records(reason):
 def test_a_sample_that_was_never_drawn_is_a_named_failure_with_its_own_key():
     record = Trajectory.from_failure(
         "worker-1 died 3 times",
-        run_id="r",
-        prompt_id="p",
-        sample_index=2,
-        prompt_tokens=np.array([1], np.int32),
+        "p",
+        2,
+        np.array([1], np.int32),
+        row_key(7, "p", 2),
         params=SamplingParams(),
-        run_seed=7,
+        run_id="r",
         weights_digest="w",
         numerics_fingerprint="n",
     )
@@ -80,6 +80,8 @@ def test_a_sample_that_was_never_drawn_is_a_named_failure_with_its_own_key():
         ({"support_sizes": np.array([1, -1], np.int32)}, "support_sizes: expected numbers >= 0"),
         ({"support_sizes": np.array([0, 2], np.int32), "support_ids": np.array([3, 4], np.int32)},
          r"support of token 1: expected ascending ids, the token's own among them, got .*\[3, 4\]"),
+        ({"given_len": 3}, r"given_len: expected a whole number in 0 \.\. 2, got 3"),
+        ({"given_len": 1, "behaviour_logprobs": np.array([-1, -np.inf], np.float32)}, r"behaviour_logprobs\[1\]: "),
         ({"sample_index": -1}, "sample_index: expected a whole number >= 0, got -1"),
         ({"wait_s": float("nan")}, "wait_s: expected seconds >= 0 as a float, got nan"),
         ({"metadata": {"a": (1, 2)}}, r"metadata.a: expected a plain JSON value .* got tuple"),
@@ -97,6 +99,11 @@ def test_a_record_that_breaks_its_invariants_is_refused_by_name(changes, message
     with pytest.raises(RecordError, match=message) as caught:
         dataclasses.replace(trajectory("p-9"), **changes)
     assert "prompt 'p-9'" in str(caught.value)
+
+
+def test_a_given_token_may_be_one_that_the_policy_removes():
+    values = np.array([-np.inf, -1.0], np.float32)
+    assert trajectory(given_len=1, behaviour_logprobs=values).behaviour_logprobs.tobytes() == values.tobytes()
 
 
 def test_supports_are_read_token_by_token():
