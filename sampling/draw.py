@@ -74,8 +74,9 @@ class Distribution(struct.PyTreeNode):
 def draw(distribution: Distribution, uniform: jax.Array) -> jax.Array:
     """Draws one token per row: the first id whose cumulative mass exceeds uniform * total.
 
-    Only ids of the support can be chosen. Where rounding leaves no such id, the last one of the support is taken. A row
-    whose distribution is undefined gets id 0, for the caller to discard.
+    Only ids of the support can be chosen. Where rounding leaves no such id, the last one that raised the cumulative
+    mass is taken. A row whose distribution is undefined gets id 0, for the caller to discard. docs/draws.md bounds how
+    far the rate of a token can be from its probability.
 
     Args:
         distribution: final distributions of the rows.
@@ -87,7 +88,7 @@ def draw(distribution: Distribution, uniform: jax.Array) -> jax.Array:
     vocab = scores.shape[-1]
     target = uniform * masses.total
     cumulative = jnp.cumsum(masses.blocks, axis=-1)
-    block = _first_or_last(cumulative > target[:, None], masses.blocks > 0)
+    block = _first_above(target, cumulative, masses.blocks > 0)
 
     before = jnp.where(
         block > 0,
@@ -98,7 +99,7 @@ def draw(distribution: Distribution, uniform: jax.Array) -> jax.Array:
     inside = jnp.take_along_axis(scores, jnp.minimum(ids, vocab - 1), axis=-1)
     inside = jnp.where(ids < vocab, inside, -jnp.inf)
     within = before[:, None] + jnp.cumsum(jnp.exp(inside - masses.best[:, None]), axis=-1)
-    offset = _first_or_last(within > target[:, None], inside > -jnp.inf)
+    offset = _first_above(target, within, inside > -jnp.inf)
     return jnp.where(masses.defined, block * BLOCK + offset, 0).astype(jnp.int32)
 
 
@@ -117,12 +118,19 @@ def sum_blocks(weights: jax.Array) -> jax.Array:
     return jnp.sum(padded.reshape(rows, -1, BLOCK), axis=-1)
 
 
-def _first_or_last(reached: jax.Array, possible: jax.Array) -> jax.Array:
-    """Index of the first entry that is reached and possible, else of the last possible one; int32 [rows].
+def _first_above(target: jax.Array, cumulative: jax.Array, possible: jax.Array) -> jax.Array:
+    """Index of the first possible entry whose cumulative mass exceeds the target, else of the last one that raised it.
 
-    Cumulative sums are computed as a tree and may rise by a rounding over an empty entry: hence `possible`.
+    Cumulative sums are computed as a tree and may rise by a rounding over an empty entry: hence `possible`. What raised
+    the sum last is where it first has its largest value; the entries after that are too light to be anyone's draw.
+
+    Args:
+        target: float32 [rows].
+        cumulative: float32 [rows, entries].
+        possible: bool [rows, entries].
+    Returns:
+        int32 [rows].
     """
-    hit = reached & possible
-    first = jnp.argmax(hit, axis=-1).astype(jnp.int32)
-    last = possible.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1).astype(jnp.int32)
-    return jnp.where(jnp.any(hit, axis=-1), first, last)
+    hit = possible & (cumulative > target[:, None])
+    last = jnp.argmax(jnp.where(possible, cumulative, -jnp.inf), axis=-1)
+    return jnp.where(jnp.any(hit, axis=-1), jnp.argmax(hit, axis=-1), last).astype(jnp.int32)

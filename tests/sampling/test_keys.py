@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.scipy.stats import chi2, norm
 
 from sampling.keys import UNIFORM_BITS, row_key, threefry2x32, uniforms
 
@@ -57,6 +58,62 @@ def test_neighbouring_keys_and_draws_are_uncorrelated():
     bound = 5 * (1 / 12) / np.sqrt(centred.size)
     assert abs((centred[:, 1:] * centred[:, :-1]).mean()) < bound
     assert abs((centred[1:] * centred[:-1]).mean()) < bound
+
+
+NAMES = {
+    "sample indices": lambda i: (3, "p", i),
+    "prompt ids": lambda i: (3, f"p{i}", 0),
+    "prompt ids that differ in their last character": lambda i: (3, f"the same prompt {chr(0x100 + i)}", 0),
+    "seeds": lambda i: (i, "p", 0),
+    "high words of seeds": lambda i: (i << 32, "p", 0),
+    "seed and sample index together": lambda i: (i, "p", i),
+}
+PAIRS = 4096
+
+
+def neighbours(axis):
+    """float64 [PAIRS + 1]: first uniforms of rows whose names are neighbours, or all uniforms of one row."""
+    if axis == "draw indices":
+        return drawn(np.repeat(row_key(3, "p", 0)[None], PAIRS + 1, axis=0), np.arange(PAIRS + 1))
+    return drawn(np.stack([row_key(*NAMES[axis](i)) for i in range(PAIRS + 1)]), np.zeros(PAIRS + 1))
+
+
+def drawn(keys, draw_index):
+    return np.asarray(uniforms(jnp.asarray(keys), jnp.asarray(draw_index, jnp.int32)), np.float64)
+
+
+def independence(first, second):
+    """The probability of a chi-square as large as that of pairs on a grid of 16 x 16, and of a correlation as large."""
+    cells = np.bincount((first * 16).astype(int) * 16 + (second * 16).astype(int), minlength=256)
+    expected = len(first) / 256
+    statistic = np.sum((cells - expected) ** 2 / expected)
+    correlation = 12 * np.mean((first - 0.5) * (second - 0.5)) * np.sqrt(len(first))
+    return float(chi2.sf(statistic, 255.0)), float(2 * norm.sf(abs(correlation)))
+
+
+@pytest.mark.parametrize("axis", [*NAMES, "draw indices"])
+def test_neighbours_are_independent(axis):
+    """Uniforms next to each other, and two apart, fill the unit square evenly: significance one in a million."""
+    line = neighbours(axis)
+    for first, second in ((line[:-1], line[1:]), (line[:-2], line[2:])):
+        assert min(independence(first, second)) > 1e-6
+
+
+def test_draws_of_neighbouring_rows_are_independent_at_one_draw_index_and_across():
+    keys = np.stack([row_key(3, "p", i) for i in range(PAIRS + 1)])
+    now, next_ = (drawn(keys, np.full(PAIRS + 1, t)) for t in (7, 8))
+    for first, second in ((now, next_), (now[1:], next_[:-1]), (now[:-1], next_[1:])):
+        assert min(independence(first, second)) > 1e-6
+
+
+def test_independence_can_fail():
+    line = neighbours("draw indices")
+    golden = np.arange(PAIRS) * 0.6180339887 % 1  # even, and each point tells the next
+    noise = np.random.default_rng(0).random(PAIRS)
+    assert independence(golden[:-1], golden[1:])[0] < 1e-6
+    assert max(independence(line, line)) < 1e-6
+    assert max(independence(noise, (noise + line[1:]) / 2)) < 1e-6
+    assert independence(noise, noise[::-1] ** 1.2)[0] < 1e-6
 
 
 # seed, prompt id, sample index, key
