@@ -138,6 +138,36 @@ def verify(folder: Path, share: float, address: str | None, quiet: bool) -> None
         sys.exit(FAILED)
 
 
+@main.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--prompt", "prompt_id", required=True, metavar="ID", help="The prompt's id.")
+@click.option("--sample", "sample_index", required=True, type=click.IntRange(0), help="Which of its samples.")
+@click.option("--token", "place", required=True, type=int, help="Which token, from 0; -1 is the last.")
+@click.option("--top", default=5, show_default=True, type=click.IntRange(1), help="How many of the best to show.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@debug_option
+def explain(folder: Path, prompt_id: str, sample_index: int, place: int, top: int, as_json: bool) -> None:
+    """Explains why one token of the run in DIR was drawn: scores, stages, the draw, the end.
+
+    Exits 1 where what is computed again disagrees with the record.
+    """
+    with stopping_at_once():
+        from rich.console import Console
+
+        from rollout.explain import explain_token
+        from rollout.explain_table import WIDTH, render
+        from rollout.progress import ProgressReporter
+
+        report = explain_token(folder, prompt_id, sample_index, place, top, ProgressReporter())
+    if as_json:
+        click.echo(report.to_json())
+    else:
+        console = Console(file=sys.stdout)
+        render(report, console if console.is_terminal else Console(file=sys.stdout, width=WIDTH))
+    if report.faults:
+        sys.exit(FAILED)
+
+
 @main.group()
 def bench() -> None:
     """Measures this machine: what sampling costs, beside what it cannot do without."""
