@@ -168,6 +168,45 @@ def explain(folder: Path, prompt_id: str, sample_index: int, place: int, top: in
         sys.exit(FAILED)
 
 
+@main.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="The folder to write.")
+@click.option(
+    "--config", "config_file", type=click.Path(dir_okay=False, path_type=Path), help="Scorers; see docs/scoring.md."
+)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace a value: model.checkpoint=NAME.")
+@click.option("--address", help="A Ray cluster to run on; without it, this machine.")
+@click.option("--quiet", is_flag=True, help="Show neither progress nor summary.")
+@debug_option
+def score(
+    source: Path, out: Path, config_file: Path | None, overrides: tuple[str, ...], address: str | None, quiet: bool
+) -> None:
+    """Scores recorded sequences under other weights and policies: log-probs, importance ratios, effective sample size.
+
+    SOURCE is a run's folder, or a .parquet or .jsonl file with prompt and completion ids. The same command continues
+    what was begun in the folder given by --out.
+    """
+    with stopping_at_once():
+        from rich.console import Console
+
+        from rollout.progress import ProgressReporter
+        from rollout.score_config import load_score_config
+
+        config = load_score_config(source, config_file, overrides)
+        from rollout.score import score_source  # Ray and more: not before the config is known to be good
+
+    with stopping_in_order() as check, ProgressReporter(quiet=quiet, check=check) as progress:
+        summary = score_source(source, config, out, address=address, progress=progress)
+    if not quiet:
+        summary.render(Console(file=sys.stdout))
+    if summary.failed:
+        click.echo(f"rollout: {summary.failed} sequence(s) could not be scored, as told under `failure`:", err=True)
+        for scorer in summary.scorers:
+            for failure in scorer.failures:
+                click.echo(f"  {scorer.name}: {failure}", err=True)
+        sys.exit(FAILED)
+
+
 @main.group()
 def bench() -> None:
     """Measures this machine: what sampling costs, beside what it cannot do without."""

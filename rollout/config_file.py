@@ -172,9 +172,12 @@ def _describe(fault: Any, root: type[pydantic.BaseModel]) -> str:
 
 def _in_full(text: str, names: list[str]) -> str:
     """Lines that begin with their section, with the sections around it in front: `scorers.1.sampling.top_p: ...`."""
-    around = ".".join(names[:-1])
-    lines = text.split("\n")
-    return "\n".join(f"{around}.{line}" if around and line.startswith(f"{names[-1]}.") else line for line in lines)
+    if len(names) < 2:
+        return text
+    around, section = ".".join(names[:-1]), names[-1]
+    return "\n".join(
+        f"{around}.{line}" if line.startswith((f"{section}.", f"{section}:")) else line for line in text.split("\n")
+    )
 
 
 _EXPECTED = {

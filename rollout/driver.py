@@ -14,6 +14,7 @@ from rollout.groups import GroupSampler
 from rollout.progress import Progress, ProgressReporter
 from rollout.prompts import Prompt
 from rollout.rewards import reward_from_config
+from rollout.score_config import ScoreConfig
 from rollout.sources import digest_prompts, read_prompts
 from rollout.store import RunFolder
 from rollout.summary import RunSummary
@@ -126,7 +127,7 @@ def _count(prompts: Iterable[Prompt], params: SamplingParams, known_tokens: int)
     return _Census(count, rows)
 
 
-def worker_pool(config: RunConfig, address: str | None) -> WorkerPool:
+def worker_pool(config: RunConfig | ScoreConfig, address: str | None) -> WorkerPool:
     """The workers that a config asks for."""
     workers = config.workers
     return WorkerPool(
