@@ -148,7 +148,7 @@ def _recording_share(
 
     programs = {"with": jax.jit(with_records), "without": jax.jit(without_records)}
     times: dict[str, list[float]] = {name: [] for name in programs}
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision(model.matmul_precision):
         for repeat in range(repeats + 1):
             for name, program in programs.items():
                 began = time.perf_counter()

@@ -211,11 +211,7 @@ def decode_step(
     """One token for every active row: forward, chain, draw, record, stop."""
     rows = state.rows
     index = jnp.arange(rows.buffer.shape[0], dtype=jnp.int32)
-    last = rows.buffer[index, jnp.maximum(rows.length - 1, 0)]
-    positions = jnp.where(rows.active, rows.length - 1, -1)
-    forward: Any = partial(model.apply, {"params": params})
-    hidden, cache = forward(last[:, None], positions[:, None], state.cache)
-    logits = forward(hidden[:, 0], method="logits")
+    logits, cache = next_logits(model, params, state)
 
     is_given = rows.length < state.given
     given = jnp.where(is_given, rows.buffer[index, jnp.minimum(rows.length, rows.capacity - 1)], NO_TOKEN)
@@ -242,6 +238,17 @@ def decode_step(
         record=jax.tree.map(recorded, state.record, choice.record),
         policy_versions=recorded(state.policy_versions, jnp.full_like(choice.tokens, version)),
     )
+
+
+def next_logits(model: Transformer, params: dict, state: EngineState) -> tuple[jax.Array, KVCache]:
+    """Scores float32 [slots, vocab] of every active row's next token, and the cache with its last one."""
+    rows = state.rows
+    index = jnp.arange(rows.buffer.shape[0], dtype=jnp.int32)
+    last = rows.buffer[index, jnp.maximum(rows.length - 1, 0)]
+    positions = jnp.where(rows.active, rows.length - 1, -1)
+    forward: Any = partial(model.apply, {"params": params})
+    hidden, cache = forward(last[:, None], positions[:, None], state.cache)
+    return forward(hidden[:, 0], method="logits"), cache
 
 
 class Choice(struct.PyTreeNode):

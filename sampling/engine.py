@@ -7,11 +7,11 @@ of a row.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,11 +20,12 @@ import numpy as np
 
 from sampling.capacity import Capacity
 from sampling.checkpoints import Checkpoint, CheckpointInfo, load_backend
-from sampling.decode import Admission
-from sampling.errors import CheckpointError, ConfigError, PromptError
+from sampling.decode import Admission, next_logits
+from sampling.engine_stats import EngineStats
+from sampling.errors import CheckpointError, ConfigError, PromptError, RunError
 from sampling.fingerprint import numerics_fingerprint
 from sampling.models import Transformer
-from sampling.open_group import OpenGroup, Sample
+from sampling.open_group import OpenGroup, Resident
 from sampling.params import SamplingParams
 from sampling.policy import lower, resolved, stack
 from sampling.programs import compile_programs, empty_staging, empty_state
@@ -39,42 +40,6 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 DECODE_STEPS = 16
 """Decode steps of one call at most, so that the host can report and admit; no result depends on it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineStats:
-    """Counts since the engine was made.
-
-    Attributes:
-        slots: slots in all; slots_busy: of them with a running row.
-        waiting: requests not yet admitted in full.
-        groups, completions, tokens: finished, and drawn in all.
-        steps: decode steps; busy_row_steps: row-steps that advanced a row, out of steps * slots.
-        prefill_tokens: prompt tokens read.
-        scored_tokens: given tokens scored by forward passes.
-        programs_compiled: grows only with a policy that needs more capacity than any before it.
-    """
-
-    slots: int
-    slots_busy: int
-    waiting: int
-    groups: int
-    completions: int
-    tokens: int
-    steps: int
-    busy_row_steps: int
-    prefill_tokens: int
-    scored_tokens: int
-    programs_compiled: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Resident:
-    """The row that holds a slot."""
-
-    group: OpenGroup
-    sample: Sample
-    admitted: float
 
 
 class Engine:
@@ -131,7 +96,7 @@ class Engine:
         self._to_score: deque[OpenGroup] = deque()
         self._scorer: Scorer | None = None
         self._free = list(range(geometry.slots))[::-1]
-        self._resident: dict[int, _Resident] = {}
+        self._resident: dict[int, Resident] = {}
         self._counts = dict.fromkeys(
             ("groups", "completions", "tokens", "steps", "busy_row_steps", "prefill_tokens", "scored_tokens"), 0
         )
@@ -186,6 +151,41 @@ class Engine:
         if self._resident:
             self._decode()
         return scored + self._collect()
+
+    def abort(self) -> None:
+        """Withdraws every request that waits or runs. Nothing of them is returned, and nothing stays behind."""
+        for line in (self._waiting, self._staged, self._to_score, self._resident):
+            line.clear()
+        self._free = list(range(self.geometry.slots))[::-1]
+        nobody = jnp.zeros(self.geometry.slots, bool)
+        self._state = self._state.replace(rows=self._state.rows.replace(active=nobody))
+
+    def next_scores(self, request: Request) -> jax.Array:
+        """The model's scores of the token that follows a request's given tokens, as its decode step computes them.
+
+        Args:
+            request: of one sample. Its tokens are read by the programs that draw; its policy changes no score.
+        Returns:
+            float32 [vocab].
+        Raises:
+            RunError: the engine is not idle.
+            PromptError, ConfigError: as in `submit`.
+        """
+        if not self.idle:
+            raise RunError("scores are looked at in an idle engine; finish what runs, or use another")
+        (given,) = request.given
+        plain = SamplingParams(max_new_tokens=given.size + 1, ignore_eos=True)  # the row has to go on
+        self.submit(Request(request.prompt_id, request.prompt_tokens, plain, given=(given,)))
+        try:
+            self._prefill_waiting()
+            self._admit_staged()
+            (slot,) = self._resident
+            self._decode(max_steps=given.size)
+            with jax.default_matmul_precision(self._model.matmul_precision):
+                logits, _ = jax.jit(partial(next_logits, self._model))(self._params, self._state)
+            return logits[slot]
+        finally:
+            self.abort()
 
     @property
     def idle(self) -> bool:
@@ -284,7 +284,7 @@ class Engine:
             given_until[slot] += sample.given.size
             buffer[slot, prompt_len : prompt_len + sample.given.size] = sample.given
             keys[slot] = sample.key
-            self._resident[slot] = _Resident(group, sample, time.monotonic())
+            self._resident[slot] = Resident(group, sample, time.monotonic())
         admission = Admission(
             slots=entering,
             count=np.int32(count),
@@ -300,7 +300,7 @@ class Engine:
         if not group.pending:
             del self._staged[row]
 
-    def _decode(self) -> None:
+    def _decode(self, max_steps: int = DECODE_STEPS) -> None:
         # With work waiting, every freed slot is worth a stop; otherwise only the end of all rows is.
         min_active = len(self._resident) if self.waiting else 1
         self._state, steps, busy = self._programs.decode(
@@ -308,7 +308,7 @@ class Engine:
             self._state,
             self._vocabulary,
             np.int32(self.policy_version),
-            np.int32(DECODE_STEPS),
+            np.int32(max_steps),
             np.int32(min_active),
         )
         self._counts["steps"] += int(steps)

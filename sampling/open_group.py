@@ -98,3 +98,12 @@ class OpenGroup:
     def closed(self) -> Group:
         """The group, once all its samples are finished."""
         return Group(self.request.prompt_id, tuple(self.finished[index] for index in self.request.sample_indices))
+
+
+@dataclass(frozen=True)
+class Resident:
+    """The row that holds a slot: its group, its sample, and when it came, by time.monotonic()."""
+
+    group: OpenGroup
+    sample: Sample
+    admitted: float

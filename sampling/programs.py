@@ -73,8 +73,7 @@ def compile_programs(
     def compiled(program: Callable[..., Any], donated: int, *shapes: Any) -> Callable[..., Any]:
         return jax.jit(program, donate_argnums=donated).lower(*shapes).compile()
 
-    # Float32 means float32 on every backend.
-    with jax.default_matmul_precision("highest" if model.dtype == jnp.float32 else "default"):
+    with jax.default_matmul_precision(model.matmul_precision):
         return Programs(
             prefill=earlier.prefill
             if earlier

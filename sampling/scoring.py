@@ -98,7 +98,7 @@ class Scorer:
         self._geometry, self._capacity = geometry, capacity
         self._cache = KVCache.empty(model.config, geometry.prefill_rows, geometry.cache_len, model.dtype)
         program = partial(score_chunk, model, tokenizer_len, geometry.prefill_chunk)
-        with jax.default_matmul_precision("highest" if model.dtype == jnp.float32 else "default"):
+        with jax.default_matmul_precision(model.matmul_precision):
             compiled = jax.jit(program, donate_argnums=1)
             self._program = compiled.lower(params, self._cache, vocabulary, self._chunk([])).compile()
 

@@ -38,6 +38,11 @@ class Transformer(nn.Module):
     config: ModelConfig
     dtype: DTypeLike = jnp.float32
 
+    @property
+    def matmul_precision(self) -> str:
+        """For `jax.default_matmul_precision`: float32 means float32 on every backend."""
+        return "highest" if self.dtype == jnp.float32 else "default"
+
     def setup(self) -> None:
         config = self.config
         self.embedding = self.param("embedding", _normal, (config.vocab_size, config.width), self.dtype)

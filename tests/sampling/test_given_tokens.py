@@ -1,5 +1,6 @@
 """Given tokens: replays, branches and scoring through the very programs that draw."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -67,6 +68,31 @@ def test_given_tokens_are_scored_under_the_policy_asked_for(engine):
     # Only the ids that pad the head are removed: the difference is the mass that is kept.
     np.testing.assert_allclose(plain.behaviour_logprobs + plain.log_kept_mass, plain.model_logprobs, atol=1e-5)
     np.testing.assert_array_equal(plain.model_logprobs, row.model_logprobs)
+
+
+def test_the_scores_that_a_token_was_drawn_from_can_be_seen(engine):
+    """Through the programs that drew it: the log-prob that follows from them is the recorded one."""
+    row = rows(engine.generate([Request("p", prompt(3), MIXED[6])]))["p", 0]
+    for place in (0, 1, 7, row.completion_tokens.size - 1):
+        given = (row.completion_tokens[:place],)
+        scores = engine.next_scores(Request("p", prompt(3), given=given))
+        logprobs = scores - jax.nn.logsumexp(scores)
+        assert logprobs[row.completion_tokens[place]] == pytest.approx(row.model_logprobs[place], abs=1e-6)
+        assert engine.idle
+    again = rows(engine.generate([Request("p", prompt(3), MIXED[6])]))
+    assert_same_bits({("p", 0): row}, again)
+
+
+def test_what_is_aborted_leaves_nothing_behind(engine):
+    alone = rows(engine.generate([Request("p", prompt(3), MIXED[6])]))
+    for i in range(20):
+        engine.submit(Request(f"p{i}", prompt(i), SamplingParams(max_new_tokens=40, ignore_eos=True)))
+    engine.submit(Request("s", prompt(3), given=([5, 6],), forward=True))
+    engine._prefill_waiting()
+    engine._admit_staged()
+    engine.abort()
+    assert engine.idle and engine.step() == [] and engine.stats().slots_busy == 0
+    assert_same_bits(alone, rows(engine.generate([Request("p", prompt(3), MIXED[6])])))
 
 
 def test_bad_given_tokens_are_refused(engine):
