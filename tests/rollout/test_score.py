@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from click.testing import CliRunner
 
 from rollout.cli import main
@@ -248,6 +249,29 @@ def test_sequences_of_another_system_and_all_that_can_befall_them(tiny_checkpoin
     assert [(age["age"], age["trajectories"], age["tokens"]) for age in scorer["staleness"]] == [
         (0, 1, 3), (1, 0, 1), (2, 1, 2),
     ]  # fmt: skip
+
+
+def test_undefined_scores_are_failures_and_harm_nobody_else(tmp_path):
+    """A checkpoint in which one token's embedding is NaN: whatever follows that token has no log-prob."""
+    weights = safetensors.numpy.load_file(tiny_llama(tmp_path / "llama") / "model.safetensors")
+    weights["model.embed_tokens.weight"][9] = np.nan
+    safetensors.numpy.save_file(weights, tmp_path / "llama" / "model.safetensors", {"format": "pt"})
+    rows = [{"id": "a", "prompt_ids": [5, 6], "response_ids": ids} for ids in ([7, 9, 8], [7, 8, 6], [9, 9, 8])]
+    sections = {
+        "model": {"checkpoint": str(tmp_path / "llama")},
+        "geometry": {"slots": 4, "cache_len": 32, "prefill_chunk": 16},
+        "workers": {"cpus": 0, "threads": 1},
+        "sampling": {"temperature": 1.0},
+        "scorers": [{"name": "forward"}, {"name": "replay", "path": "replay"}],
+    }
+    config = validated(ScoreConfig, sections, "score.yaml")
+    summary = score_source(foreign(tmp_path / "rows.jsonl", rows), config, tmp_path / "out")
+    assert [(scorer.scored, scorer.failed) for scorer in summary.scorers] == [(1, 2), (1, 2)]
+    for scorer in ("forward", "replay"):
+        first, fine, last = scored_rows(tmp_path / "out", scorer)
+        assert np.all(np.isfinite(fine.behaviour_logprobs))
+        assert "undefined" in first.failure and "undefined" in last.failure
+    assert first.failure == "the row ended with undefined_distribution at token 2 of 3"
 
 
 def test_an_interrupted_scoring_goes_on_and_changed_weights_stop_it(folder, tmp_path):
