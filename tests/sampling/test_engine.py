@@ -64,7 +64,14 @@ def assert_same_bits(one, other):
     for name in one:
         a, b = one[name], other[name]
         np.testing.assert_array_equal(a.completion_tokens, b.completion_tokens)
-        for field in ("behaviour_logprobs", "model_logprobs", "log_kept_mass"):
+        for field in (
+            "behaviour_logprobs",
+            "model_logprobs",
+            "log_kept_mass",
+            "entropy",
+            "support_sizes",
+            "support_ids",
+        ):
             np.testing.assert_array_equal(getattr(a, field).view(np.uint32), getattr(b, field).view(np.uint32))
         assert a.stop_reason == b.stop_reason
 
