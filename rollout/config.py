@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import hashlib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
 
@@ -167,7 +167,15 @@ class RunConfig(Section):
         return hashlib.sha256(canonical_json(self.identity()).encode()).hexdigest()
 
 
-def differences(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]:
+class Identified(Protocol):
+    """A config that knows which part of it determines what is written."""
+
+    def identity(self) -> dict[str, Any]:
+        """That part, as plain JSON values."""
+        ...
+
+
+def differences(a: Identified, b: Identified) -> dict[str, tuple[Any, Any]]:
     """Dotted keys of `identity` whose values differ, with both values; None stands for an absent key.
 
     >>> differences(config, config.model_copy(update={"seed": 7}))

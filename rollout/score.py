@@ -22,7 +22,7 @@ from rollout.json_values import canonical_json
 from rollout.progress import Progress, ProgressReporter
 from rollout.score_config import Law, ScoreConfig, ScorePath
 from rollout.score_folder import ScoreFolder
-from rollout.score_source import SourceFacts, read_sequences, recorded_params, survey
+from rollout.score_source import SourceFacts, digest_source, read_sequences, recorded_params, survey
 from rollout.score_summary import ScoreSummary
 from rollout.scored import Outcome, ScoredSequence
 from sampling.errors import ConfigError
@@ -67,6 +67,8 @@ def score_source(
         with worker_pool(config.model_copy(update={"model": model}), address) as pool:
             for law in (law for law in missing if law.checkpoint == checkpoint):
                 _score(source, law, pool, folder, config, facts, report)
+    if missing and digest_source(source) != facts.sha256:
+        raise ConfigError(f"{source}: was changed while it was scored; score it again, with another --out")
     return folder.finish()
 
 
@@ -183,8 +185,10 @@ class _Work:
         )
 
     def _params(self, sequence: RecordedSequence) -> SamplingParams:
-        assert self._law.params or sequence.policy
-        return self._law.params or recorded_params(sequence.policy or "")
+        if self._law.params is not None:
+            return self._law.params
+        assert sequence.policy is not None  # the survey has seen to it
+        return recorded_params(sequence.policy)
 
     def results(self, group: list[RecordedSequence], answer: Answer) -> Iterator[ScoredSequence]:
         """The rows that an answer gives, one for each sequence asked for."""

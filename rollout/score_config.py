@@ -30,6 +30,9 @@ RECORDED: Any = "recorded"
 NO_BUDGET = 1 << 20
 """`max_new_tokens` of a policy to score under that names none: the sequences are as long as they are."""
 
+IDENTITY = ("model", "geometry", "sampling", "path", "scorers", "ratios")
+"""Sections that determine what is written."""
+
 FROM_RUN = ("model", "geometry", "workers", "output")
 """Sections whose defaults are the run's, where the source is a run."""
 
@@ -163,6 +166,11 @@ class ScoreConfig(Section):
         """The resolved tree as plain JSON values, every default written out."""
         return self.model_dump(mode="json")
 
+    def identity(self) -> dict[str, Any]:
+        """The part that determines what is written: not where and how fast, nor how the files are cut."""
+        resolved = self.to_dict()
+        return {**{name: resolved[name] for name in IDENTITY}, "workers": {"threads": self.workers.threads}}
+
 
 def load_score_config(source: Path, path: Path | None = None, overrides: Sequence[str] = ()) -> ScoreConfig:
     """Reads and checks a config for a source.
@@ -174,13 +182,15 @@ def load_score_config(source: Path, path: Path | None = None, overrides: Sequenc
     Raises:
         ConfigError: file, values or run cannot be used. Every problem with a value is listed.
     """
+    if not source.exists():
+        raise ConfigError(f"{source}: no such file or folder; expected that of a run, or a .parquet or .jsonl file")
     values = {"model": {}, **read_values(path, overrides)}  # so that a missing checkpoint is named in full
     if source.is_dir():
         run = _run_sections(source)
         for section in FROM_RUN:
             given = values.get(section, {})
             values[section] = {**run[section], **given} if isinstance(given, Mapping) else given
-    return validated(ScoreConfig, values, str(path or source), overridden_keys(overrides))
+    return validated(ScoreConfig, values, str(path or "no --config"), overridden_keys(overrides))
 
 
 def _run_sections(folder: Path) -> dict[str, Any]:

@@ -11,12 +11,13 @@ the same command computes those again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 from rollout.atomic import TEMPORARY_SUFFIX, write_atomically
+from rollout.config import differences
 from rollout.json_values import shown
 from rollout.score_config import ScoreConfig
 from rollout.score_source import SourceFacts
@@ -42,7 +43,7 @@ class ScoreFolder:
 
     @classmethod
     def open(cls, path: Path, config: ScoreConfig, source: SourceFacts) -> Self:
-        """Makes the folder, or opens that of the same scoring again.
+        """Makes the folder, or opens that of the same scoring again. One without rows is begun anew, whatever it was.
 
         Raises:
             ConfigError: it holds another scoring (what differs is named) or other files, or cannot be made.
@@ -52,13 +53,12 @@ class ScoreFolder:
             path.mkdir(parents=True, exist_ok=True)
             names = {entry.name for entry in path.iterdir() if not entry.name.endswith(TEMPORARY_SUFFIX)}
             if SCORING_NAME in names:
-                _require_same(path, config, source)
+                if any(path.rglob("part-*.parquet")):
+                    _require_same(path, config, source)
             elif names:
                 found = ", ".join(sorted(names)[:5])
                 raise ConfigError(f"{path}: expected a new or empty folder, or a scoring to continue; it holds {found}")
             _write_json(path / SCORING_NAME, _facts(config, source))
-            for law in config.laws:
-                (path / SCORED_NAME / law.name).mkdir(parents=True, exist_ok=True)
             for leftover in path.rglob(f"*{TEMPORARY_SUFFIX}"):
                 leftover.unlink()
         except OSError as error:
@@ -95,6 +95,7 @@ class ScoreFolder:
         if not rows:
             return
         part = self.path / SCORED_NAME / name / f"part-{len(self._parts[name]):05d}.parquet"
+        part.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(part, lambda file: write_scored(file, rows))
         self._parts[name].append(part)
         self._committed[name] += len(rows)
@@ -129,23 +130,19 @@ def _facts(config: ScoreConfig, source: SourceFacts) -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION, "source": asdict(source), "config": config.to_dict()}
 
 
-def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What determines the rows: not where the source lies, nor where and how fast they are computed."""
-    config = {name: value for name, value in facts["config"].items() if name not in ("workers", "output")}
-    config["workers.threads"] = facts["config"]["workers"]["threads"]
-    return {"schema_version": facts["schema_version"], "content of the source": facts["source"]["sha256"], **config}
-
-
 def _require_same(path: Path, config: ScoreConfig, source: SourceFacts) -> None:
     file = path / SCORING_NAME
     try:
-        theirs = _identity(json.loads(file.read_text(encoding="utf-8")))
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        sha256, theirs = facts["source"]["sha256"], ScoreConfig.model_validate(facts["config"])
+        if facts["schema_version"] != SCHEMA_VERSION:
+            raise ValueError
     except (ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{file}: damaged, or written by another release; choose another --out") from error
-    ours = _identity(_facts(config, source))
-    changed = [name for name in ours if theirs.get(name) != ours[name]]
+    changed = {} if sha256 == source.sha256 else {"content of the source": (sha256, source.sha256)}
+    changed |= differences(theirs, config)
     if changed:
-        lines = [f"  {name}: {shown(theirs.get(name))} there, {shown(ours[name])} here" for name in changed]
+        lines = [f"  {key}: {shown(there)} there, {shown(here)} here" for key, (there, here) in changed.items()]
         advice = "Choose another --out, or give the same values to continue that scoring"
         raise ConfigError("\n".join([f"{path}: holds another scoring; these differ:", *lines, advice]))
 

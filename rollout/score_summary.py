@@ -18,7 +18,7 @@ from rollout.score_config import Law, RatiosConfig
 from rollout.scored import Outcome, ScoredSequence
 
 NO_LOGPROBS = "no recorded log-probs"
-QUANTILES = (0.5, 0.9, 0.99)
+_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 MAX_FAILURES = 4
 
 
@@ -33,7 +33,7 @@ class RatioStatistics:
         clipped_share: share of the sequences whose weight is cut off.
         ppo_clip_fraction: share of the tokens whose ratio is outside PPO's clip range.
         mean_abs_log_ratio: |log ratio| per token, over tokens in support, nats; None if there are none.
-        abs_log_ratio_quantiles: the same at QUANTILES, by "p50", "p90", "p99" and "max"; within 1 %, the maximum exact.
+        abs_log_ratio_quantiles: "p50", "p90" and "p99" of the same, within 1 %, and "max", exact.
         kl: estimates of KL(recorded || scored) over tokens in support, nats per token. With any token out of support
             the divergence itself is infinite.
     """
@@ -220,7 +220,7 @@ class Tally:
             clipped_share=float((weights > log_cap).mean()),
             ppo_clip_fraction=self._clipped_tokens / self._ratio_tokens,
             mean_abs_log_ratio=sketch.mean,
-            abs_log_ratio_quantiles={f"p{share * 100:g}": sketch.quantile(share) for share in QUANTILES}
+            abs_log_ratio_quantiles={name: sketch.quantile(share) for name, share in _QUANTILES.items()}
             | {"max": sketch.max if sketch.count else None},
             kl=self._kl.estimates(),
         )
@@ -266,8 +266,8 @@ class ScoreSummary:
 
     def render(self, console: Console) -> None:
         """Prints one column per scorer, then its ages, then the files."""
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        table.add_column("")
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        table.add_column("", no_wrap=True)
         for scorer in self.scorers:
             table.add_column(scorer.name, justify="right")
         columns = [_figures(scorer, self.ratios) for scorer in self.scorers]
@@ -283,34 +283,34 @@ class ScoreSummary:
 
 
 def _figures(scorer: ScorerSummary, config: RatiosConfig) -> dict[str, str]:
-    """The figures of one scorer, in words, by what they are."""
-    ratios = scorer.ratios
-    quantiles = ratios.abs_log_ratio_quantiles if ratios else {}
-    kl = ratios.kl if ratios else None
-    low, high = 1 - config.clip_epsilon, 1 + config.clip_epsilon
-    compared = {
-        "effective sample size": lambda r: f"{r.ess:,.1f} ({r.ess_share:.1%})",
-        f"... weights cut at {config.cap:g}": lambda r: f"{r.ess_clipped:,.1f} ({r.ess_clipped_share:.1%})",
-        "weights cut": lambda r: f"{r.clipped_share:.1%}",
-        f"token ratios outside {low:g} .. {high:g}": lambda r: f"{r.ppo_clip_fraction:.1%}",
-        "mean |log ratio| per token": lambda r: _nats(r.mean_abs_log_ratio),
-        "... median, p90, p99": lambda r: ", ".join(_nats(quantiles[name]) for name in ("p50", "p90", "p99")),
-        "... largest": lambda r: _nats(quantiles["max"]),
-        "KL k1, k2, k3 per token": lambda r: "-" if kl is None else ", ".join(map(_nats, (kl.k1, kl.k2, kl.k3))),
-    }
-    return {
+    """The figures of one scorer, in words, by what they are; nats are per token."""
+    figures = {
         "trajectories": f"{scorer.trajectories:,}",
-        "... skipped, failed": f"{scorer.skipped:,}, {scorer.failed:,}",
+        "  skipped": f"{scorer.skipped:,}",
+        "  failed": f"{scorer.failed:,}",
+        "  impossible": _share(scorer.zero_probability_share),
+        "  ended early": _share(scorer.ended_early_share),
         "tokens": f"{scorer.tokens:,}",
+        "  out of support": _share(scorer.out_of_support_share),
         "mean model log-prob": _nats(scorer.mean_model_logprob),
         "mean behaviour log-prob": _nats(scorer.mean_behaviour_logprob),
         "mean entropy": _nats(scorer.mean_entropy),
-        "tokens out of support": _share(scorer.out_of_support_share),
-        "trajectories impossible": _share(scorer.zero_probability_share),
-        "trajectories ended early": _share(scorer.ended_early_share),
-        "compared with the record": f"{ratios.trajectories:,}" if ratios else NO_LOGPROBS,
-        **{name: words(ratios) if ratios else "-" for name, words in compared.items()},
     }
+    low, high = 1 - config.clip_epsilon, 1 + config.clip_epsilon
+    compared = {
+        "effective sample size": lambda r: f"{r.ess:,.1f}",
+        "  share": lambda r: _share(r.ess_share),
+        f"  weights cut at {config.cap:g}": lambda r: f"{r.ess_clipped:,.1f}",
+        "  share, cut": lambda r: _share(r.ess_clipped_share),
+        "weights cut": lambda r: _share(r.clipped_share),
+        f"ratios outside {low:g} .. {high:g}": lambda r: _share(r.ppo_clip_fraction),
+        "mean |log ratio|": lambda r: _nats(r.mean_abs_log_ratio),
+        **{f"  {name}": lambda r, name=name: _nats(r.abs_log_ratio_quantiles[name]) for name in (*_QUANTILES, "max")},
+        **{f"KL {name}": lambda r, name=name: _nats(r.kl and getattr(r.kl, name)) for name in ("k1", "k2", "k3")},
+    }
+    ratios = scorer.ratios
+    figures["compared"] = f"{ratios.trajectories:,}" if ratios else NO_LOGPROBS
+    return figures | {name: words(ratios) if ratios else "-" for name, words in compared.items()}
 
 
 def _ages(scorer: ScorerSummary) -> Table:
@@ -328,7 +328,7 @@ def _mean(total: float, count: int) -> float | None:
 
 
 def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2%}"
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _nats(value: float | None) -> str:

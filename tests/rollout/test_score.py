@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from click.testing import CliRunner
 
 from rollout.cli import main
 from rollout.config_file import validated
 from rollout.driver import sample_run
 from rollout.progress import ProgressReporter
-from rollout.score import score_source
+from rollout.score import WINDOW_ROUNDS, score_source
 from rollout.score_config import ScoreConfig, load_score_config
 from rollout.scored import Outcome, read_scored
 from rollout.shards import read_trajectories
@@ -250,6 +251,38 @@ def test_sequences_of_another_system_and_all_that_can_befall_them(tiny_checkpoin
     ]  # fmt: skip
 
 
+def test_undefined_scores_are_failures_and_harm_nobody_else(tmp_path):
+    """A checkpoint in which one token's embedding is NaN: whatever follows that token has no log-prob.
+
+    The source is longer than what may be handed out ahead of the oldest unanswered sequence.
+    """
+    weights = safetensors.numpy.load_file(tiny_llama(tmp_path / "llama") / "model.safetensors")
+    weights["model.embed_tokens.weight"][9] = np.nan
+    safetensors.numpy.save_file(weights, tmp_path / "llama" / "model.safetensors", {"format": "pt"})
+    completions = [[7, 9, 8], [7, 8, 6], [9, 9, 8]] * 15
+    sections = {
+        "model": {"checkpoint": str(tmp_path / "llama")},
+        "geometry": {"slots": 2, "cache_len": 32, "prefill_chunk": 16},
+        "workers": {"cpus": 0, "threads": 1},
+        "sampling": {"temperature": 1.0},
+        "scorers": [{"name": "forward"}, {"name": "replay", "path": "replay"}],
+    }
+    assert len(completions) > WINDOW_ROUNDS * 2
+    config = validated(ScoreConfig, sections, "score.yaml")
+    source = foreign(tmp_path / "rows.jsonl", [{"prompt_ids": [5, 6], "response_ids": ids} for ids in completions])
+    summary = score_source(source, config, tmp_path / "out")
+    assert [(scorer.scored, scorer.failed) for scorer in summary.scorers] == [(15, 30), (15, 30)]
+    for scorer in ("forward", "replay"):
+        rows = scored_rows(tmp_path / "out", scorer)
+        assert [row.row for row in rows] == list(range(45))
+        for row in rows:
+            if row.completion_tokens.tolist() == [7, 8, 6]:
+                assert np.all(np.isfinite(row.behaviour_logprobs))
+            else:
+                assert "undefined" in row.failure
+    assert rows[0].failure == "the row ended with undefined_distribution at token 2 of 3"
+
+
 def test_an_interrupted_scoring_goes_on_and_changed_weights_stop_it(folder, tmp_path):
     checkpoint, out = tmp_path / "llama", tmp_path / "out"
     tiny_llama(checkpoint)
@@ -271,12 +304,28 @@ def test_an_interrupted_scoring_goes_on_and_changed_weights_stop_it(folder, tmp_
         score_source(folder / "run", config, out)
 
     tiny_llama(checkpoint)
-    score_source(folder / "run", config, out)
+    assert score_source(folder / "run", config, out).failed == 0
     undisturbed = scored_rows(folder / "scored", "replayed")
     for ours, theirs in zip(scored_rows(out, "default"), undisturbed, strict=True):
         assert (ours.row, ours.outcome, ours.failure) == (theirs.row, theirs.outcome, theirs.failure)
         for name in COLUMNS:
             assert getattr(ours, name).tobytes() == getattr(theirs, name).tobytes()
+
+
+def test_a_source_that_changes_on_the_way_gives_no_summary(tiny_checkpoint, tmp_path):
+    source = foreign(tmp_path / "rows.jsonl", [{"prompt_ids": [5], "response_ids": [7]}])
+    sections = {"model": {"checkpoint": tiny_checkpoint}, "workers": {"cpus": 0, "threads": 1}, "sampling": {}}
+    sections["geometry"] = {"slots": 4, "cache_len": 32, "prefill_chunk": 16}
+    config = validated(ScoreConfig, sections, "score.yaml")
+
+    class Edited(ProgressReporter):
+        def message(self, text):
+            if text.startswith("starting"):
+                foreign(source, [{"prompt_ids": [5], "response_ids": [8]}])
+
+    with pytest.raises(ConfigError, match="was changed while it was scored"):
+        score_source(source, config, tmp_path / "out", progress=Edited(quiet=True))
+    assert not (tmp_path / "out" / "summary.json").exists()
 
 
 BAD = [

@@ -1,5 +1,7 @@
 """rollout/score_config.py: what a scoring config means, what a run's folder adds to it, and refusals."""
 
+from pathlib import Path
+
 import pytest
 
 from rollout.config_file import parse_config, validated
@@ -8,6 +10,7 @@ from rollout.store import RunFolder
 from sampling.errors import ConfigError
 from sampling.params import SamplingParams
 
+ROOT = Path(__file__).parents[2]
 MODEL = {"model": {"checkpoint": "models/a"}}
 
 
@@ -95,10 +98,19 @@ def test_a_bad_value_is_named_with_what_was_expected(sections, says):
 
 
 def test_a_source_without_a_run_needs_a_checkpoint(tmp_path):
+    source = tmp_path / "rows.jsonl"
+    with pytest.raises(ConfigError, match=r"rows.jsonl: no such file or folder; expected that of a run, or a .parquet"):
+        load_score_config(source)
+    source.touch()
     with pytest.raises(ConfigError, match=r"model.checkpoint: expected a value, got none; .* --set model.checkpoint="):
-        load_score_config(tmp_path / "rows.jsonl")
-    config = load_score_config(tmp_path / "rows.jsonl", None, ["model.checkpoint=models/a"])
+        load_score_config(source)
+    config = load_score_config(source, None, ["model.checkpoint=models/a"])
     assert config.laws[0].checkpoint == "models/a"
+
+
+def test_the_example_of_the_docs_is_good(run):
+    config = load_score_config(run, ROOT / "configs" / "score-quickstart.yaml")
+    assert [law.name for law in config.laws] == ["recorded", "unfiltered", "sharper"]
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):

@@ -192,11 +192,11 @@ def rendered(*scorers):
 
 def test_the_table_says_it_in_words():
     text = rendered(summary(row((LOG2,), versions=[6]), row((-np.inf,), versions=[7])), summary(row(recorded=False)))
-    lines = {line[:34].strip(): line[34:].split() for line in text.splitlines()}
+    lines = {line[:23].strip(): line[23:].split() for line in text.splitlines()}
     assert lines["trajectories"] == ["2", "1"]
-    assert lines["tokens out of support"] == ["50.00%", "0.00%"]
-    assert lines["trajectories impossible"] == ["50.00%", "0.00%"]
-    assert lines["effective sample size"] == ["1.0", "(50.0%)", "-"]
+    assert lines["out of support"] == lines["impossible"] == ["50.0%", "0.0%"]
+    assert lines["effective sample size"] == ["1.0", "-"] and lines["share"] == ["50.0%", "-"]
+    assert lines["KL k2"] == [f"{LOG2**2 / 2:.4f}", "-"]
     assert NO_LOGPROBS in text and "staleness, other" in text and "out/summary.json" in text
 
 
