@@ -25,7 +25,12 @@ def visible_keys(query_positions: jax.Array, key_positions: jax.Array, window: i
 
 
 def attend_cached(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array, window: int | None
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    window: int | None,
+    cache_rows: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention over a cache, block by block, over no more blocks than some query sees.
 
@@ -37,6 +42,7 @@ def attend_cached(
         keys, values: one layer of a KVCache.
         positions: int32 [rows, chunk] of the queries; -1 marks padding, which sees nothing.
         window: as in `visible_keys`.
+        cache_rows: int32 [rows], the cache's row that each row of queries looks at; None: its own.
     Returns:
         [rows, chunk, kv_heads, q_per_kv, head_dim] in the dtype of the values; zero for a query that sees nothing.
 
@@ -55,6 +61,8 @@ def attend_cached(
         best, total, mixed = carry
         key = jax.lax.dynamic_index_in_dim(keys, block, keepdims=False)
         value = jax.lax.dynamic_index_in_dim(values, block, keepdims=False)
+        if cache_rows is not None:
+            key, value = key[cache_rows], value[cache_rows]
         scores = jnp.einsum("rkdl,rknd->rknl", key, columns, preferred_element_type=jnp.float32) * head_dim**-0.5
         places = block * block_len + jnp.arange(block_len, dtype=jnp.int32)
         seen = visible_keys(positions, jnp.broadcast_to(places[None, :], (rows, block_len)), window)

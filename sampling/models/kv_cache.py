@@ -94,22 +94,41 @@ class KVCache:
 
         return jax.lax.fori_loop(jnp.int32(0), count, copied, self)
 
+    def fork(self, source: jax.Array, target: jax.Array, count: jax.Array) -> KVCache:
+        """This cache with one row's first positions in another row too, and nothing behind them there.
+
+        Args:
+            source, target: int32 [], rows.
+            count: int32 [], positions to copy; 0 wipes the target.
+        """
+
+        def one(layer: jax.Array, places: jax.Array) -> jax.Array:
+            content = jax.lax.dynamic_index_in_dim(layer, source, axis=1, keepdims=False)
+            kept = jnp.where(places < count, content, jnp.zeros((), layer.dtype))
+            return jax.lax.dynamic_update_index_in_dim(layer, kept, target, axis=1)
+
+        places = jnp.arange(self.cache_len, dtype=jnp.int32).reshape(-1, 1, self.block_len, 1)
+        return KVCache(
+            keys=tuple(one(layer, places.swapaxes(2, 3)) for layer in self.keys),
+            values=tuple(one(layer, places) for layer in self.values),
+        )
+
     def write(
-        self, layer: int, positions: jax.Array, keys: jax.Array, values: jax.Array
+        self, layer: int, rows: jax.Array, positions: jax.Array, keys: jax.Array, values: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """One layer's keys and values with new tokens written at their positions.
 
         Args:
             layer: which layer.
-            positions: int32 [rows, chunk]; -1 (padding) and positions past the end are dropped,
-                never moved.
-            keys, values: [rows, chunk, kv_heads, head_dim].
+            rows: int32 [n], the cache's row of each row of tokens.
+            positions: int32 [n, chunk]; -1 (padding) and positions past the end are dropped, never moved.
+            keys, values: [n, chunk, kv_heads, head_dim].
         Returns:
             The layer's keys and values, shaped as they are stored.
         """
         index = _drop_outside(positions, self.cache_len)
         block, place = index // self.block_len, index % self.block_len
-        row = jnp.arange(self.rows, dtype=jnp.int32)[:, None]
+        row = rows[:, None]
         stored = self.keys[layer], self.values[layer]
         return (
             stored[0].at[block, row, :, :, place].set(keys.astype(stored[0].dtype), mode="drop"),

@@ -66,7 +66,9 @@ def test_a_position_outside_is_dropped(position):
     """Not wrapped to the back, and not moved to the last place."""
     cache = _numbered(rows=2, cache_len=6)
     new = jnp.full((2, 1, 2, 2), -7.0)
-    written = jax.jit(KVCache.write, static_argnums=1)(cache, 1, jnp.array([[position], [3]], jnp.int32), new, new)
+    written = jax.jit(KVCache.write, static_argnums=1)(
+        cache, 1, jnp.arange(2), jnp.array([[position], [3]], jnp.int32), new, new
+    )
     for got, before in zip(by_position(*written), by_position(cache.keys[1], cache.values[1]), strict=True):
         np.testing.assert_array_equal(got[0], before[0])
         np.testing.assert_array_equal(got[1], before[1].at[:, 3].set(-7.0))
@@ -75,7 +77,7 @@ def test_a_position_outside_is_dropped(position):
 def test_a_chunk_lands_at_its_positions():
     cache = KVCache.empty(CONFIG, rows=1, cache_len=6, block_len=BLOCK)
     new = 1 + jnp.arange(12, dtype=jnp.float32).reshape(1, 3, 2, 2)
-    keys, values = by_position(*cache.write(0, jnp.array([[4, -1, 1]], jnp.int32), new, new + 100))
+    keys, values = by_position(*cache.write(0, jnp.arange(1), jnp.array([[4, -1, 1]], jnp.int32), new, new + 100))
     expected = np.zeros((1, 2, 6, 2), np.float32)
     expected[0, :, 4], expected[0, :, 1] = new[0, 0], new[0, 2]
     np.testing.assert_array_equal(keys, expected)
@@ -88,6 +90,17 @@ def test_fill_copies_one_row_to_the_first_listed_slots():
     for got, old, new in zip(*map(jax.tree.leaves, (filled, cache, source)), strict=True):
         np.testing.assert_array_equal(got[:, np.array([3, 0])], np.stack([new[:, 1], new[:, 1]], axis=1))
         np.testing.assert_array_equal(got[:, np.array([1, 2])], old[:, np.array([1, 2])])
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 6])
+def test_a_fork_holds_the_first_positions_and_nothing_behind(count):
+    cache = _numbered(rows=3, cache_len=6, start=1)
+    forked = jax.jit(KVCache.fork)(cache, jnp.int32(2), jnp.int32(0), jnp.int32(count))
+    before = by_position(cache.keys[1], cache.values[1])
+    for got, old in zip(by_position(forked.keys[1], forked.values[1]), before, strict=True):
+        np.testing.assert_array_equal(got[0, :, :count], old[2, :, :count])
+        np.testing.assert_array_equal(got[0, :, count:], jnp.zeros_like(old[2, :, count:]))
+        np.testing.assert_array_equal(got[1:], old[1:])
 
 
 def test_rows_are_wiped_whole():
