@@ -120,12 +120,8 @@ def read_chunk(
     Returns:
         Hidden states [rows, chunk, width], and the cache with the chunk in it.
     """
-    wiped = jax.tree.map(
-        lambda layer: jnp.where(fresh[:, None, None, None], jnp.zeros((), layer.dtype), layer),
-        cache,
-    )
     forward: Any = partial(model.apply, {"params": params})
-    return forward(tokens, positions, wiped)
+    return forward(tokens, positions, cache.wiped(fresh))
 
 
 def admit(state: EngineState, staging: KVCache, staged_row: jax.Array, admission: Admission) -> EngineState:

@@ -14,6 +14,10 @@ BLOCK = 256
 """Token ids per block of the two-level cumulative mass; part of the numerics of a draw."""
 
 
+_WEIGHTLESS = -200.0
+"""exp of it is 0 in float32."""
+
+
 class Masses(struct.PyTreeNode):
     """Sums over softmax weights exp(score - best), all that a draw needs besides the scores themselves.
 
@@ -66,9 +70,10 @@ class Distribution(struct.PyTreeNode):
 
     def entropy(self) -> jax.Array:
         """float32 [rows], nats; 0 where one token is left. Its gradient is finite whatever was removed."""
-        below = jnp.where(jnp.isneginf(self.scores), 0.0, self.scores - self.masses.best[:, None])
-        weights = jnp.where(jnp.isneginf(self.scores), 0.0, jnp.exp(below))
-        return jnp.log(self.masses.total) - jnp.sum(sum_blocks(weights * below), axis=-1) / self.masses.total
+        below = self.scores - self.masses.best[:, None]
+        # A removed token weighs 0. Cut at a score that weighs 0 as well, it adds 0 instead of NaN, to gradients too.
+        surprise = jnp.exp(below) * jnp.maximum(below, _WEIGHTLESS)
+        return jnp.log(self.masses.total) - jnp.sum(sum_blocks(surprise), axis=-1) / self.masses.total
 
 
 def draw(distribution: Distribution, uniform: jax.Array) -> jax.Array:

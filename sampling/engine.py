@@ -93,8 +93,8 @@ class Engine:
         )
         self._waiting: deque[OpenGroup] = deque()
         self._staged: dict[int, OpenGroup] = {}
-        self._to_score: deque[OpenGroup] = deque()
         self._scorer: Scorer | None = None
+        self._finished: list[Group] = []
         self._free = list(range(geometry.slots))[::-1]
         self._resident: dict[int, Resident] = {}
         self._counts = dict.fromkeys(
@@ -132,7 +132,10 @@ class Engine:
         if capacity != self._capacity:
             self._grow(capacity)
         group = OpenGroup.of(request, params, cache_len)
-        (self._to_score if request.forward else self._waiting).append(group)
+        if request.forward:
+            self._score_later(group)
+        else:
+            self._waiting.append(group)
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Group]:
         """Submits requests and yields their groups as they finish, in no particular order."""
@@ -143,19 +146,23 @@ class Engine:
 
     def step(self) -> list[Group]:
         """Admits what fits, decodes and scores for a while, and returns the groups that finished."""
-        scored = self._score() if self._to_score else []
+        finished, self._finished = self._finished, []
+        if self._scorer and not self._scorer.idle:
+            finished += self._score()
         while self._free and (self._staged or self._waiting):
             if not self._staged:
                 self._prefill_waiting()
             self._admit_staged()
         if self._resident:
             self._decode()
-        return scored + self._collect()
+        return finished + self._collect()
 
     def abort(self) -> None:
         """Withdraws every request that waits or runs. Nothing of them is returned, and nothing stays behind."""
-        for line in (self._waiting, self._staged, self._to_score, self._resident):
+        for line in (self._waiting, self._staged, self._resident, self._finished):
             line.clear()
+        if self._scorer:
+            self._scorer.abort()
         self._free = list(range(self.geometry.slots))[::-1]
         nobody = jnp.zeros(self.geometry.slots, bool)
         self._state = self._state.replace(rows=self._state.rows.replace(active=nobody))
@@ -190,12 +197,13 @@ class Engine:
     @property
     def idle(self) -> bool:
         """True if nothing waits and nothing runs."""
-        return not (self._waiting or self._staged or self._resident or self._to_score)
+        scored = self._scorer is None or self._scorer.idle
+        return scored and not (self._waiting or self._staged or self._resident or self._finished)
 
     @property
     def waiting(self) -> int:
-        """Requests that still have samples without a slot."""
-        return len(self._waiting) + len(self._staged) + len(self._to_score)
+        """Requests that still have samples to draw and no slot for them."""
+        return len(self._waiting) + len(self._staged)
 
     def stats(self) -> EngineStats:
         """What has been done so far."""
@@ -203,7 +211,7 @@ class Engine:
             slots=self.geometry.slots,
             slots_busy=len(self._resident),
             waiting=self.waiting,
-            programs_compiled=self._programs.compiled + (self._scorer is not None),
+            programs_compiled=self._programs.compiled + (2 if self._scorer else 0),
             **self._counts,
         )
 
@@ -235,6 +243,8 @@ class Engine:
             policy=jax.device_put(stack(policies)),
             record=record.replace(support=jnp.pad(record.support, room, constant_values=NO_TOKEN)),
         )
+        while self._scorer and not self._scorer.idle:
+            self._finished += self._score()
         self._scorer = None
         self._programs = compile_programs(
             self._model,
@@ -345,26 +355,10 @@ class Engine:
         return self._close(complete)
 
     def _score(self) -> list[Group]:
-        """Scores the next few sequences that wait for it and returns the groups that are complete with them."""
-        if self._scorer is None:
-            self._scorer = Scorer(
-                self._model,
-                self.info.tokenizer_len,
-                self.geometry,
-                self._capacity,
-                self._params,
-                self._vocabulary,
-            )
-        began, taken = time.monotonic(), []
-        while self._to_score and len(taken) < self.geometry.prefill_rows:
-            group = self._to_score[0]
-            taken.append((group, group.pending.popleft()))
-            if not group.pending:
-                self._to_score.popleft()
-        known = [KnownSequence(g.request.prompt_tokens, sample.given, g.params, g.limit) for g, sample in taken]
+        """Scores for one pass and returns the groups that are complete with it."""
+        assert self._scorer is not None
         complete = []
-        results = self._scorer.score(self._params, self._vocabulary, known)
-        for (group, sample), scored in zip(taken, results, strict=True):
+        for (group, sample, began), scored in self._scorer.step(self._params, self._vocabulary):
             early = np.flatnonzero(scored.stop[:-1])
             last = group.finish(
                 sample,
@@ -379,6 +373,16 @@ class Engine:
             self._counts["completions"] += 1
             self._counts["scored_tokens"] += sample.given.size
         return self._close(complete)
+
+    def _score_later(self, group: OpenGroup) -> None:
+        if self._scorer is None:
+            self._scorer = Scorer(
+                self._model, self.info.tokenizer_len, self.geometry, self._capacity, self._params, self._vocabulary
+            )
+        while group.pending:
+            sample = group.pending.popleft()
+            known = KnownSequence(group.request.prompt_tokens, sample.given, group.params, group.limit)
+            self._scorer.add(known, (group, sample, time.monotonic()))
 
     def _close(self, groups: Iterable[OpenGroup]) -> list[Group]:
         closed = [group.closed() for group in groups]

@@ -1,14 +1,17 @@
 """Scoring by forward passes: the record of every token of a known sequence, many tokens at a time.
 
-A sequence passes through the model in chunks of the geometry's prefill shape. Every position of a chunk becomes a row
-of its own, in the state in which the row was when its next token was due, and goes through the same chain and the
-same `choose` as in a decode step. What differs from a replay is the shape of the matrix products, and so their
-rounding. Nothing of the size [tokens, vocab] outlives a block of BLOCK_TOKENS.
+A pass reads as many tokens as a prefill step of the geometry, cut into lanes. A long sequence takes all lanes, short
+ones share them, and samples of one prompt read it once. Every position becomes a row of its own, in the state in which
+the sequence was when its next token was due, and goes through the same chain and the same `choose` as in a decode step.
+What differs from a replay is the shape of the matrix products, and so their rounding. Nothing of the size
+[tokens, vocab] outlives a block of BLOCK_TOKENS.
+
+A score depends on its sequence alone: a position has the same place in its lane whoever reads beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +22,7 @@ import numpy as np
 from flax import struct
 
 from sampling.capacity import Capacity
-from sampling.decode import TokenRecord, choose, read_chunk
+from sampling.decode import TokenRecord, choose
 from sampling.models import KVCache, Transformer
 from sampling.params import SamplingParams
 from sampling.policy import Policy, lower, stack
@@ -30,18 +33,29 @@ from sampling.vocabulary import Vocabulary
 BLOCK_TOKENS = 64
 """Positions whose scores over the vocabulary exist at the same time."""
 
+LANES = 8
+"""Stretches of sequences that one pass reads."""
 
-class Chunk(struct.PyTreeNode):
-    """A stretch of some known sequences, and all that their scores depend on.
+ROWS = 4
+"""Sequences under way at the same time; two lanes for each keep all lanes busy but at the very end."""
+
+
+class Lanes(struct.PyTreeNode):
+    """What a pass reads, and all that its scores depend on.
 
     Attributes:
-        start: int32 [], place of the stretch's first token in every sequence.
+        row: int32 [lanes], the sequence that a lane reads from.
+        start: int32 [lanes], place of the lane's first token in it, a multiple of the lane's length.
+        begin, end: int32 [lanes], of the places of the lane, those from `begin` to before `end` are read.
         buffer: int32 [rows, cache_len], prompts and completions.
         prompt_len, length, limit: int32 [rows]; length of both together; total length at which the budget ends.
         policy: leaves [rows, ...].
     """
 
+    row: Any
     start: Any
+    begin: Any
+    end: Any
     buffer: Any
     prompt_len: Any
     length: Any
@@ -50,11 +64,11 @@ class Chunk(struct.PyTreeNode):
 
 
 class Scored(struct.PyTreeNode):
-    """What a chunk tells of the tokens that follow its positions. Entries that follow no prompt's end are unused.
+    """What positions tell of the tokens that follow them. Entries of positions within a prompt are unused.
 
     Attributes:
-        record: leaves [rows, chunk, ...].
-        stop: int32 [rows, chunk], StopReason.code with which the policy's rules end the row after the token, or 0.
+        record: leaves [lanes, lane_len, ...] of a pass; [completion_len, ...] of a sequence.
+        stop: int32, StopReason.code with which the policy's rules end the row after the token, or 0.
     """
 
     record: TokenRecord
@@ -66,7 +80,7 @@ class KnownSequence:
     """A completion to be scored under a policy.
 
     Attributes:
-        prompt_tokens, completion_tokens: int32 [prompt_len], [completion_len].
+        prompt_tokens, completion_tokens: int32 [prompt_len], [completion_len], at least one token each.
         params: the policy, as `resolved` leaves it.
         limit: total length at which its budget ends.
     """
@@ -77,12 +91,32 @@ class KnownSequence:
     limit: int
 
 
+@dataclass
+class _Reading:
+    """A sequence in a row: the next place to read, and what the places from the last prompt token on have told."""
+
+    sequence: KnownSequence
+    tag: Any
+    tokens: np.ndarray
+    policy: Policy
+    place: int
+    parts: list[Scored]
+
+    @property
+    def left(self) -> int:
+        """Places to read; the last token only ends the sequence."""
+        return self.tokens.size - 1 - self.place
+
+    def shares_prompt(self, sequence: KnownSequence) -> bool:
+        return np.array_equal(self.sequence.prompt_tokens, sequence.prompt_tokens)
+
+
 class Scorer:
-    """Scores sequences with one set of weights. Compiles one program when it is made, and none afterwards.
+    """Scores sequences with one set of weights. Compiles two programs when it is made, and none afterwards.
 
     Args:
         model, tokenizer_len, params, vocabulary: those of the engine.
-        geometry: `prefill_rows` sequences are scored together, `prefill_chunk` tokens of each at a time.
+        geometry: a pass reads `prefill_rows` * `prefill_chunk` tokens.
         capacity: sizes of the policies' tables.
     """
 
@@ -95,99 +129,154 @@ class Scorer:
         params: Any,
         vocabulary: Vocabulary,
     ) -> None:
-        self._geometry, self._capacity = geometry, capacity
-        self._cache = KVCache.empty(model.config, geometry.prefill_rows, geometry.cache_len, model.dtype)
-        program = partial(score_chunk, model, tokenizer_len, geometry.prefill_chunk)
+        tokens = geometry.prefill_rows * geometry.prefill_chunk
+        self._lanes = min(LANES, tokens)
+        self._lane_len = tokens // self._lanes
+        self._cache_len, self._capacity = geometry.cache_len, capacity
+        self._cache = KVCache.empty(model.config, ROWS, geometry.cache_len, model.dtype)
+        self._neutral = lower(SamplingParams(), capacity)
+        self._waiting: deque[tuple[KnownSequence, Any]] = deque()
+        self._rows: list[_Reading | None] = [None] * ROWS
+        one = jax.ShapeDtypeStruct((), jnp.int32)
+        program = partial(score_pass, model, tokenizer_len, self._lane_len)
         with jax.default_matmul_precision(model.matmul_precision):
-            compiled = jax.jit(program, donate_argnums=1)
-            self._program = compiled.lower(params, self._cache, vocabulary, self._chunk([])).compile()
+            scoring = jax.jit(program, donate_argnums=1).lower(params, self._cache, vocabulary, self._assigned()[0])
+            self._pass = scoring.compile()
+        self._fork = jax.jit(KVCache.fork, donate_argnums=0).lower(self._cache, one, one, one).compile()
 
-    def score(self, params: Any, vocabulary: Vocabulary, sequences: Sequence[KnownSequence]) -> list[Scored]:
-        """The record of every completion token; leaves NumPy [completion_len, ...], one entry per sequence.
+    def add(self, sequence: KnownSequence, tag: Any) -> None:
+        """Puts a sequence at the end of the queue; its scores come back beside its tag."""
+        self._waiting.append((sequence, tag))
 
-        Args:
-            params: the weights.
-            sequences: at most `prefill_rows` of them.
-        """
-        whole = self._chunk(sequences)
-        parts = []
-        for start in range(0, int(whole.length.max()), self._geometry.prefill_chunk):
-            chunk = whole.replace(start=np.int32(start))
-            self._cache, scored = self._program(params, self._cache, vocabulary, chunk)
-            parts.append(scored)
-        joined = jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=1), *jax.device_get(parts))
-        results = []
-        for row, sequence in enumerate(sequences):
-            # What a position tells is about the token after it.
-            first = sequence.prompt_tokens.size - 1
-            due = slice(first, first + sequence.completion_tokens.size)
-            results.append(jax.tree.map(lambda leaf, row=row, due=due: leaf[row, due], joined))
-        return results
+    @property
+    def waiting(self) -> int:
+        """Sequences that nobody has begun to read."""
+        return len(self._waiting)
 
-    def _chunk(self, sequences: Sequence[KnownSequence]) -> Chunk:
-        """The first chunk of some sequences; the places of those that are missing hold nothing."""
-        rows, cache_len = self._geometry.prefill_rows, self._geometry.cache_len
-        buffer = np.zeros((rows, cache_len), np.int32)
-        prompt_len, length, limit = (np.zeros(rows, np.int32) for _ in range(3))
-        policies = [lower(SamplingParams(), self._capacity)] * rows
-        for row, sequence in enumerate(sequences):
+    @property
+    def idle(self) -> bool:
+        """True if nothing waits and nothing is being read."""
+        return not self._waiting and all(row is None or not row.left for row in self._rows)
+
+    def abort(self) -> None:
+        """Forgets every sequence."""
+        self._waiting.clear()
+        self._rows = [None] * ROWS
+
+    def step(self, params: Any, vocabulary: Vocabulary) -> list[tuple[Any, Scored]]:
+        """One pass; returns what it finished: tags and scores, leaves NumPy [completion_len, ...]."""
+        self._seat_waiting()
+        lanes, readers = self._assigned()
+        self._cache, scored = self._pass(params, self._cache, vocabulary, lanes)
+        scored = jax.device_get(scored)
+        finished = []
+        for lane, reading in enumerate(readers):
+            first = max(int(lanes.begin[lane]), reading.sequence.prompt_tokens.size - 1) - int(lanes.start[lane])
+            told = slice(first, int(lanes.end[lane]) - int(lanes.start[lane]))
+            reading.parts.append(jax.tree.map(lambda leaf, lane=lane, told=told: leaf[lane, told], scored))
+        for reading in {id(reading): reading for reading in readers}.values():
+            if not reading.left:
+                joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *reading.parts)
+                finished.append((reading.tag, joined))
+                reading.parts.clear()
+        return finished
+
+    def _seat_waiting(self) -> None:
+        """Gives free rows to waiting sequences, each with its prompt read already where another row has read it."""
+        while self._waiting:
+            sequence, tag = self._waiting[0]
+            known = sequence.prompt_tokens.size - 1
+            kin = [row for row, other in enumerate(self._rows) if other and other.shares_prompt(sequence)]
+            ready = [row for row in kin if self._reading(row).place >= known]
+            if kin and not ready:
+                return  # its prompt is being read
+            free = [row for row, other in enumerate(self._rows) if other is None or not other.left]
+            if not free:
+                return
+            # A row that nobody needs as a source goes first.
+            target = next((row for row in free if row not in ready), free[0])
+            source, count = (ready[0], known) if ready else (target, 0)
+            self._cache = self._fork(self._cache, np.int32(source), np.int32(target), np.int32(count))
             tokens = np.concatenate([sequence.prompt_tokens, sequence.completion_tokens])
-            buffer[row, : tokens.size] = tokens
-            prompt_len[row], length[row], limit[row] = sequence.prompt_tokens.size, tokens.size, sequence.limit
-            policies[row] = lower(sequence.params, self._capacity)
-        return Chunk(np.int32(0), buffer, prompt_len, length, limit, stack(policies))
+            policy = lower(sequence.params, self._capacity)
+            self._rows[target] = _Reading(sequence, tag, tokens, policy, count, [])
+            self._waiting.popleft()
+
+    def _reading(self, row: int) -> _Reading:
+        reading = self._rows[row]
+        assert reading is not None
+        return reading
+
+    def _assigned(self) -> tuple[Lanes, list[_Reading]]:
+        """The next pass, and who reads in its lanes; sequences move on as if it had been made."""
+        row, start, begin, end = (np.zeros(self._lanes, np.int32) for _ in range(4))
+        buffer = np.zeros((ROWS, self._cache_len), np.int32)
+        prompt_len, length, limit = (np.zeros(ROWS, np.int32) for _ in range(3))
+        policies, readers = [self._neutral] * ROWS, []
+        for place, reading in enumerate(self._rows):
+            if reading is None:
+                continue
+            buffer[place, : reading.tokens.size] = reading.tokens
+            prompt_len[place], length[place] = reading.sequence.prompt_tokens.size, reading.tokens.size
+            limit[place], policies[place] = reading.sequence.limit, reading.policy
+            while reading.left and len(readers) < self._lanes:
+                lane, first = len(readers), reading.place // self._lane_len * self._lane_len
+                row[lane], start[lane], begin[lane] = place, first, reading.place
+                reading.place += min(first + self._lane_len - reading.place, reading.left)
+                end[lane] = reading.place
+                readers.append(reading)
+        return Lanes(row, start, begin, end, buffer, prompt_len, length, limit, stack(policies)), readers
 
 
-def score_chunk(
+def score_pass(
     model: Transformer,
     tokenizer_len: int,
-    chunk_len: int,
+    lane_len: int,
     params: Any,
     cache: KVCache,
     vocabulary: Vocabulary,
-    chunk: Chunk,
+    lanes: Lanes,
 ) -> tuple[KVCache, Scored]:
-    """Reads `chunk_len` tokens of each sequence and scores the tokens that follow them."""
-    rows, capacity = chunk.buffer.shape
-    places = chunk.start + jnp.arange(chunk_len, dtype=jnp.int32)
-    inside = places[None, :] < chunk.length[:, None]
-    tokens = jnp.where(inside, chunk.buffer[:, jnp.minimum(places, capacity - 1)], 0)
-    positions = jnp.where(inside, places[None, :], -1)
-    hidden, cache = read_chunk(model, params, cache, tokens, positions, jnp.full(rows, chunk.start == 0))
-    hidden = hidden.reshape(rows * chunk_len, -1)
-    forward: Any = partial(model.apply, {"params": params}, method="logits")
+    """Reads the lanes and scores the tokens that follow theirs."""
+    num_lanes, capacity = lanes.row.shape[0], lanes.buffer.shape[1]
+    places = lanes.start[:, None] + jnp.arange(lane_len, dtype=jnp.int32)[None, :]
+    read = (places >= lanes.begin[:, None]) & (places < lanes.end[:, None])
+    tokens = jnp.where(read, lanes.buffer[lanes.row[:, None], jnp.minimum(places, capacity - 1)], 0)
+    forward: Any = partial(model.apply, {"params": params})
+    hidden, cache = forward(tokens, jnp.where(read, places, -1), cache, lanes.row)
+
+    num_tokens = num_lanes * lane_len
+    hidden, row, length = hidden.reshape(num_tokens, -1), jnp.repeat(lanes.row, lane_len), places.reshape(-1) + 1
+    due = read.reshape(-1) & (length >= lanes.prompt_len[row])
 
     def scored(index: jax.Array) -> Scored:
-        """Of positions `index` int32 [block], counted through all rows of the chunk."""
-        row = jnp.minimum(index // chunk_len, rows - 1)
-        length = chunk.start + index % chunk_len + 1
-        due = (index < rows * chunk_len) & (length >= chunk.prompt_len[row]) & (length < chunk.length[row])
+        """Of positions `index` int32 [block], counted through all lanes; those past the end are unused."""
+        at = jnp.minimum(index, num_tokens - 1)
+        these = row[at]
 
         def of_due() -> Scored:
-            policy = jax.tree.map(lambda leaf: leaf[row], chunk.policy)
             before = StepState.prefixes(
-                chunk.buffer[row],
-                chunk.prompt_len[row],
-                jnp.where(due, length, 0),
-                chunk.limit[row],
+                lanes.buffer[these],
+                lanes.prompt_len[these],
+                jnp.where(due[at], length[at], 0),
+                lanes.limit[these],
                 model.config.vocab_size,
             )
-            following = chunk.buffer[row, jnp.minimum(length, capacity - 1)]
-            logits = forward(hidden[jnp.minimum(index, hidden.shape[0] - 1)])
-            choice = choose(policy, before, logits, following, tokenizer_len)
+            policy = jax.tree.map(lambda leaf: leaf[these], lanes.policy)
+            following = lanes.buffer[these, jnp.minimum(length[at], capacity - 1)]
+            choice = choose(policy, before, forward(hidden[at], method="logits"), following, tokenizer_len)
             stop = policy.bound(vocabulary).stop_codes(before, before.commit(following), following)
             return Scored(choice.record, stop)
 
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(of_due))
-        return jax.lax.cond(jnp.any(due), of_due, lambda: empty)
+        return jax.lax.cond(jnp.any(due[at]), of_due, lambda: empty)
 
-    block = min(BLOCK_TOKENS, rows * chunk_len)
-    blocks = -(-rows * chunk_len // block)
-    index = jnp.arange(blocks * block, dtype=jnp.int32).reshape(blocks, block)
-    by_block = jax.lax.map(scored, index)
+    block = min(BLOCK_TOKENS, num_tokens)
+    blocks = -(-num_tokens // block)
+    by_block = jax.lax.map(scored, jnp.arange(blocks * block, dtype=jnp.int32).reshape(blocks, block))
 
-    def by_row(leaf: jax.Array) -> jax.Array:
-        flat = leaf.reshape(blocks * block, *leaf.shape[2:])[: rows * chunk_len]
-        return flat.reshape(rows, chunk_len, *leaf.shape[2:])
+    def by_lane(leaf: jax.Array) -> jax.Array:
+        flat = leaf.reshape(blocks * block, *leaf.shape[2:])[:num_tokens]
+        return flat.reshape(num_lanes, lane_len, *leaf.shape[2:])
 
-    return cache, jax.tree.map(by_row, by_block)
+    return cache, jax.tree.map(by_lane, by_block)

@@ -24,8 +24,66 @@ def visible_keys(query_positions: jax.Array, key_positions: jax.Array, window: i
     return visible if window is None else visible & (key > query - window)
 
 
+def attend_cached(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    window: int | None,
+    cache_rows: jax.Array | None = None,
+) -> jax.Array:
+    """Softmax attention over a cache, block by block, over no more blocks than some query sees.
+
+    A block that a query does not see changes none of its bits: its weights are 0 and its rescaling is 1. So how far the
+    other rows are filled, which decides how many blocks are read, does not matter to a row.
+
+    Args:
+        queries: [rows, chunk, kv_heads, q_per_kv, head_dim].
+        keys, values: one layer of a KVCache.
+        positions: int32 [rows, chunk] of the queries; -1 marks padding, which sees nothing.
+        window: as in `visible_keys`.
+        cache_rows: int32 [rows], the cache's row that each row of queries looks at; None: its own.
+    Returns:
+        [rows, chunk, kv_heads, q_per_kv, head_dim] in the dtype of the values; zero for a query that sees nothing.
+
+    Source: the online softmax of Milakov and Gimelshein 2018, as in FlashAttention (Dao et al. 2022).
+    """
+    rows, chunk, kv_heads, group, head_dim = queries.shape
+    blocks, block_len = keys.shape[0], keys.shape[4]
+    columns = queries.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, chunk * group, head_dim)
+    end = jnp.max(positions) // block_len + 1 if blocks > 1 else 1
+    begin = 0
+    if blocks > 1 and window is not None:
+        earliest = jnp.min(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions)) - window + 1
+        begin = jnp.clip(earliest // block_len, 0, end)
+
+    def one_block(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        best, total, mixed = carry
+        key = jax.lax.dynamic_index_in_dim(keys, block, keepdims=False)
+        value = jax.lax.dynamic_index_in_dim(values, block, keepdims=False)
+        if cache_rows is not None:
+            key, value = key[cache_rows], value[cache_rows]
+        scores = jnp.einsum("rkdl,rknd->rknl", key, columns, preferred_element_type=jnp.float32) * head_dim**-0.5
+        places = block * block_len + jnp.arange(block_len, dtype=jnp.int32)
+        seen = visible_keys(positions, jnp.broadcast_to(places[None, :], (rows, block_len)), window)
+        seen = jnp.repeat(seen, group, axis=1)[:, None]
+        scores = jnp.where(seen, scores, _MASKED)
+        now_best = jnp.maximum(best, scores.max(axis=-1))
+        weights = jnp.where(seen, jnp.exp(scores - now_best[..., None]), 0.0)
+        rescale = jnp.exp(best - now_best)
+        new = jnp.einsum("rknl,rkld->rknd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+        return now_best, total * rescale + weights.sum(axis=-1), mixed * rescale[..., None] + new
+
+    nothing = jnp.zeros(columns.shape[:3], jnp.float32)
+    start = (jnp.full_like(nothing, _MASKED), nothing, jnp.zeros(columns.shape, jnp.float32))
+    _, total, mixed = jax.lax.fori_loop(begin, end, one_block, start)
+    mixed = mixed / jnp.where(total > 0, total, 1.0)[..., None]
+    mixed = mixed.reshape(rows, kv_heads, chunk, group, head_dim).swapaxes(1, 2)
+    return mixed.astype(values.dtype)
+
+
 def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:
-    """Softmax attention; the weights are float32, and exactly zero where a key is invisible.
+    """Softmax attention over keys without a cache; the weights are float32, and exactly zero where a key is invisible.
 
     Args:
         queries: [rows, chunk, kv_heads, q_per_kv, head_dim].

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from sampling.models.attention import attend, visible_keys
+from sampling.models.attention import attend, attend_cached, visible_keys
 from sampling.models.config import ModelConfig
 from sampling.models.kv_cache import KVCache
 from sampling.models.rope import apply_rope, rope_angles
@@ -52,7 +52,11 @@ class Transformer(nn.Module):
             self.head = self.param("head", _normal, (config.vocab_size, config.width), self.dtype)
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, cache: KVCache | None = None
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cache: KVCache | None = None,
+        cache_rows: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache | None]:
         """Hidden states after the final norm.
 
@@ -61,22 +65,20 @@ class Transformer(nn.Module):
             positions: int32 [rows, chunk]: each token's place in its row. -1 marks padding: such a
                 token is neither attended to nor written to the cache, and its hidden state means
                 nothing.
-            cache: where earlier tokens' keys and values are, for the same rows. None: the chunk is
-                all there is.
+            cache: where earlier tokens' keys and values are. None: the chunk is all there is.
+            cache_rows: int32 [rows], the cache's row of each row of tokens; None: the same. Several
+                rows of tokens may be stretches of one row of the cache, in any order.
         Returns:
             hidden [rows, chunk, width] in the model's dtype, and the cache with the new tokens
             written at their positions (those at or past its end are dropped; the caller must refuse
             them before).
         """
         config = self.config
-        in_cache = None if cache is None else jnp.arange(cache.cache_len, dtype=jnp.int32)[None, :]
-        key_positions = positions if in_cache is None else in_cache
-        visible = {window: visible_keys(positions, key_positions, window) for window in set(config.sliding_windows)}
         angles = rope_angles(config, positions)
         x = jnp.asarray(self.embedding, self.dtype)[tokens]
         keys, values = [], []
         for index, layer in enumerate(self.layers):
-            x, new = layer(x, positions, angles, visible[config.sliding_windows[index]], cache, index)
+            x, new = layer(x, positions, angles, cache, cache_rows, index)
             keys.append(new[0])
             values.append(new[1])
         hidden = self.final_norm(x)
@@ -110,11 +112,11 @@ class Layer(nn.Module):
         x: jax.Array,
         positions: jax.Array,
         angles: tuple[jax.Array, jax.Array],
-        visible: jax.Array,
         cache: KVCache | None,
+        cache_rows: jax.Array | None,
         index: int,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        mixed, new = self.attention(self.attention_norm(x), positions, angles, visible, cache, index)
+        mixed, new = self.attention(self.attention_norm(x), positions, angles, cache, cache_rows, index)
         x = x + mixed
         return x + self.feed_forward(self.feed_forward_norm(x)), new
 
@@ -136,11 +138,12 @@ class Attention(nn.Module):
         x: jax.Array,
         positions: jax.Array,
         angles: tuple[jax.Array, jax.Array],
-        visible: jax.Array,
         cache: KVCache | None,
+        cache_rows: jax.Array | None,
         index: int,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         config = self.config
+        window = config.sliding_windows[index]
         rows, chunk, _ = x.shape
         group = config.q_per_kv
         shape = (config.kv_heads, group + 2, config.head_dim)
@@ -155,9 +158,12 @@ class Attention(nn.Module):
         query, key = turned[:, :, :, :group], turned[:, :, :, group]
         if cache is None:
             keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
+            mixed = attend(query, keys, values, visible_keys(positions, positions, window))
         else:
-            keys, values = cache.write(index, positions, key, value)
-        mixed = attend(query, keys, values, visible).reshape(rows, chunk, config.heads * config.head_dim)
+            own = jnp.arange(rows, dtype=jnp.int32) if cache_rows is None else cache_rows
+            keys, values = cache.write(index, own, positions, key, value)
+            mixed = attend_cached(query, keys, values, positions, window, cache_rows)
+        mixed = mixed.reshape(rows, chunk, config.heads * config.head_dim)
         kernel = (config.heads * config.head_dim, config.width)
         return _project(self, "o", mixed.astype(self.dtype), kernel, config.o_bias), (keys, values)
 

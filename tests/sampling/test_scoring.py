@@ -85,6 +85,48 @@ def test_forward_bits_do_not_depend_on_company_or_order(engine, compilations):
     assert len(compilations) == before
 
 
+def test_siblings_that_share_a_prompt_score_as_if_alone(engine):
+    """Prompts of every length about the lanes', more siblings than rows, prompts that lead into each other."""
+    params = MIXED[5].replace(frequency_penalty=0.3)
+    asked, alone = [], {}
+    for length in (1, 2, 3, 7, 8, 9, 17):
+        given = [prompt(40 + i, 1 + 3 * i) for i in range(6)]
+        request = Request(
+            f"p{length}",
+            prompt(3, 20)[:length],
+            params,
+            sample_indices=tuple(range(6)),
+            given=tuple(given),
+            forward=True,
+        )
+        asked.append(request)
+        for i in range(6):
+            one = Request(
+                request.prompt_id, request.prompt_tokens, params, sample_indices=(i,), given=(given[i],), forward=True
+            )
+            alone |= rows(engine.generate([one]))
+    together = rows(engine.generate(asked))
+    assert together.keys() == alone.keys()
+    for name, row in alone.items():
+        for column in COLUMNS:
+            ours, theirs = getattr(row, column), getattr(together[name], column)
+            np.testing.assert_array_equal(ours.view(np.uint32), theirs.view(np.uint32))
+
+
+def test_an_engine_that_grows_while_it_scores_loses_nothing(checkpoint):
+    engine = Engine(checkpoint, GEOMETRY)
+    asked = [Request(f"p{i}", prompt(i), given=(prompt(i + 9, 25),), forward=True) for i in range(6)]
+    before = rows(engine.generate(asked))
+    for request in asked:
+        engine.submit(request)
+    engine.step()
+    biased = SamplingParams(logit_bias={token: 1.0 for token in range(5, 45)}, max_new_tokens=2)
+    after = rows(engine.generate([Request("larger", prompt(1), biased)]))
+    assert after.keys() == before.keys() | {("larger", 0)}
+    for name, row in before.items():
+        np.testing.assert_array_equal(row.behaviour_logprobs, after[name].behaviour_logprobs)
+
+
 def test_what_the_policy_removes_or_ends_is_scored_all_the_same(engine):
     """A removed token has log-prob -inf and counts as out of the support; the first overrun end is named."""
     params = SamplingParams(max_new_tokens=4, stop_token_ids=[6], suppress_tokens=[7], record_support=16)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sampling.models.attention import attend, visible_keys
+from sampling.models.attention import attend, attend_cached, visible_keys
 
 
 def test_a_window_counts_the_querys_own_key():
@@ -46,6 +46,29 @@ def test_equals_softmax_over_repeated_keys():
         weights = np.exp(scores / 2) / np.exp(scores / 2).sum()
         expected = weights @ np.asarray(values[row, head])[kept]
         np.testing.assert_allclose(got[row, query, head, member], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("block_len", [2, 4, 12])
+def test_attention_by_blocks_is_attention(block_len, window):
+    """Case B052 as well: windows begin in the middle of a block."""
+    rows, chunk, kv_heads, group, length, head_dim = 3, 2, 2, 3, 12, 4
+    queries = _random(rows, chunk, kv_heads, group, head_dim, seed=0)
+    keys = _random(rows, kv_heads, length, head_dim, seed=1)
+    values = _random(rows, kv_heads, length, head_dim, seed=2)
+    positions = jnp.array([[4, 5], [8, -1], [-1, -1]])
+    blocks = length // block_len
+    split = (rows, kv_heads, blocks, block_len, head_dim)
+    got = attend_cached(
+        queries,
+        keys.reshape(split).transpose(2, 0, 1, 4, 3),
+        values.reshape(split).transpose(2, 0, 1, 3, 4),
+        positions,
+        window,
+    )
+    visible = visible_keys(positions, jnp.broadcast_to(jnp.arange(length)[None], (rows, length)), window)
+    np.testing.assert_allclose(got, attend(queries, keys, values, visible), rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(got[2], jnp.zeros_like(got[2]))
 
 
 @pytest.mark.parametrize("noise", [1e4, -1e4, 1e30])

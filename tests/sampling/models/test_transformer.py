@@ -61,8 +61,8 @@ def test_unpadded_prompt_equals_transformers(loaded):
     np.testing.assert_allclose(logits[0], loaded.reference_logits(prompt), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("chunk", [4, 5])
-def test_chunked_prefill_then_decode_equals_one_forward(loaded, chunk):
+@pytest.mark.parametrize(("chunk", "block_len"), [(4, None), (5, 3)])
+def test_chunked_prefill_then_decode_equals_one_forward(loaded, chunk, block_len):
     """The last chunk of a prompt is padded; a row that is done, or not yet there, is padding altogether."""
     rows, whole, cache_len = len(LENGTHS), 16, 16
     random = np.random.default_rng(3)
@@ -71,7 +71,7 @@ def test_chunked_prefill_then_decode_equals_one_forward(loaded, chunk):
     expected = _logits(loaded, tokens, everywhere)
 
     step = jax.jit(loaded.model.apply)
-    cache = KVCache.empty(loaded.model.config, rows, cache_len)
+    cache = KVCache.empty(loaded.model.config, rows, cache_len, block_len=block_len)
     seen = np.full((rows, whole), False)
     got = np.zeros_like(expected)
     starts = [(start, chunk, LENGTHS) for start in range(0, max(LENGTHS), chunk)]
