@@ -150,6 +150,20 @@ def worker_environment(placement: Placement) -> dict[str, str]:
     }
 
 
+def match_worker(placement: Placement) -> None:
+    """Gives this process the environment of a worker's: the same threads, devices and cache of compiled programs.
+
+    JAX may have been imported, but must not have opened a device yet: it would keep the threads that it has.
+    """
+    import jax
+
+    environment = worker_environment(placement)
+    os.environ.update(environment)
+    for name, value in environment.items():
+        if name.startswith("JAX_"):  # read when JAX was imported
+            jax.config.update(name.lower(), float(value) if name.endswith("_SECS") else value)
+
+
 def _runtime_env(placement: Placement) -> dict[str, Any]:
     """On this machine workers find a checkout that is not installed by the path on which it lies."""
     environment = worker_environment(placement)

@@ -154,11 +154,13 @@ def explain(folder: Path, prompt_id: str, sample_index: int, place: int, top: in
     with stopping_at_once():
         from rich.console import Console
 
-        from rollout.explain import explain_token
+        from rollout.explain import RunExplainer
         from rollout.explain_table import WIDTH, render
         from rollout.progress import ProgressReporter
 
-        report = explain_token(folder, prompt_id, sample_index, place, top, ProgressReporter())
+        explainer = RunExplainer(folder, ProgressReporter())
+        explainer.match_workers()
+        report = explainer.explain(prompt_id, sample_index, place, top)
     if as_json:
         click.echo(report.to_json())
     else:

@@ -64,10 +64,11 @@ def render(report: TokenReport, console: Console) -> None:
     )
     if report.recorded.given:
         show("This token was given and not drawn.")
-    elif not report.faults:
+    elif found.agrees and not report.faults:
         show("Drawn again, it is the recorded token.")
-    for fault in report.faults:
-        console.print(Text(fault, style="bold red"), soft_wrap=True)
+    for lines, style in ((report.warnings, "yellow"), (report.faults, "bold red")):
+        for line in lines:
+            console.print(Text(line, style=style), soft_wrap=True)
 
 
 def _model(found: Explanation) -> Table:

@@ -11,7 +11,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import jax
@@ -32,7 +31,7 @@ from sampling.programs import compile_programs, empty_staging, empty_state
 from sampling.scoring import KnownSequence, Scorer
 from sampling.state import NO_TOKEN
 from sampling.types import Geometry, Group, Request, StopReason
-from sampling.vocabulary import Vocabulary, vocabulary_pieces
+from sampling.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +82,9 @@ class Engine:
         self._params = jax.device_put(
             jax.tree.map(lambda leaf: np.asarray(leaf).astype(DTYPES[dtype], copy=False), checkpoint.params)
         )
-        self._tokenizer = _tokenizer(info)
-        pieces = vocabulary_pieces(self._tokenizer, info.config.vocab_size) if self._tokenizer else [b"?"]
-        self._vocabulary = jax.device_put(Vocabulary.from_pieces(pieces))
+        self._tokenizer = tokenizer = _tokenizer(info)
+        self.vocabulary = Vocabulary.from_tokenizer(tokenizer, info.config.vocab_size) if tokenizer else None
+        self._vocabulary = jax.device_put(self.vocabulary or Vocabulary.from_pieces([b"?"]))
         self._state = empty_state(self._model, geometry, self._capacity)
         self._staging = empty_staging(self._model, geometry)
         self._programs = compile_programs(
@@ -181,15 +180,16 @@ class Engine:
         if not self.idle:
             raise RunError("scores are looked at in an idle engine; finish what runs, or use another")
         (given,) = request.given
-        plain = SamplingParams(max_new_tokens=given.size + 1, ignore_eos=True)  # the row has to go on
+        plain = SamplingParams(max_new_tokens=given.size + 1, ignore_eos=True, remove_invalid_values=True)  # goes on
         self.submit(Request(request.prompt_id, request.prompt_tokens, plain, given=(given,)))
         try:
             self._prefill_waiting()
             self._admit_staged()
             (slot,) = self._resident
-            self._decode(max_steps=given.size)
+            for done in range(0, given.size, DECODE_STEPS):
+                self._decode(min(DECODE_STEPS, given.size - done))
             with jax.default_matmul_precision(self._model.matmul_precision):
-                logits, _ = jax.jit(partial(next_logits, self._model))(self._params, self._state)
+                logits, _ = jax.jit(next_logits, static_argnums=0)(self._model, self._params, self._state)
             return logits[slot]
         finally:
             self.abort()

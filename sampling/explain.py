@@ -1,37 +1,33 @@
 """explain: why one token of a row was drawn, seen from between the stages of the row's chain.
 
-One forward over the whole history, without a cache and without batch mates; then the transforms, the draw and the
-stopping rules of the engine's own programs, with the scores looked at after every stage. Sums are ordered otherwise
-than in the engine, so log-probs agree within rounding and not to the bit.
+The row is read once more by the engine's own programs, which gives the model's scores as they were. Then the row's
+transforms, its draw and its stopping rules are gone through, with the scores looked at after every stage. That is done
+outside the engine's program, so log-probs may differ from the recorded ones in their last digit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
-from sampling.checkpoints import Checkpoint
 from sampling.decode import without_padded_ids
 from sampling.draw import Distribution, draw, log_kept_mass
-from sampling.engine import DTYPES
+from sampling.engine import Engine
 from sampling.errors import ConfigError
 from sampling.explanation import Candidate, Explanation, RuleView, Share, StageView, Verdict
 from sampling.keys import UNIFORM_BITS, uniforms
-from sampling.models import Transformer
 from sampling.params import SamplingParams
 from sampling.policy import STAGES, Policy, lower, stack
 from sampling.state import StepState
 from sampling.stop_strings import StopStrings, find_stop
 from sampling.stopping import EndOfSequence, MaxLength, MaxNewTokens, StoppingRule, StopTokens
 from sampling.transforms import Transform, apply
-from sampling.types import StopReason
+from sampling.types import Request, StopReason
 from sampling.vocabulary import Vocabulary
 
 PADDED_IDS = "padded_ids"
@@ -40,60 +36,49 @@ PADDED_IDS = "padded_ids"
 CONTEXT_LEN = 16
 """Tokens before the explained one whose text is shown."""
 
-_PADDED_LEN = 64
-"""Histories are padded to multiples of this length, so that few programs compile."""
-
 
 def explain(
-    checkpoint: Checkpoint,
+    engine: Engine,
     prompt_tokens: Sequence[int] | np.ndarray,
     completion_tokens: Sequence[int] | np.ndarray,
     place: int,
     params: SamplingParams,
     key: Sequence[int] | np.ndarray,
-    dtype: str = "float32",
     *,
-    vocabulary: Vocabulary | None = None,
-    cache_len: int | None = None,
     top: int = 5,
 ) -> Explanation:
     """Goes once more through the step that drew a token.
 
     Args:
-        checkpoint: the weights that drew it.
+        engine: with the weights, geometry and dtype that drew it. It must be idle, and is so again afterwards.
         prompt_tokens: int [prompt_len], at least one; completion_tokens: int [completion_len].
-        place: of the token in the completion; negative counts from its end.
+        place: of the token in the completion; negative counts from its end. The engine decodes as many steps.
         params: how it was drawn, as `resolved` leaves them and records hold them.
         key: the row's key, two 32-bit words.
-        dtype: of the model's matrix products, "float32" or "bfloat16".
-        vocabulary: the tokens' bytes, with NumPy leaves; None leaves texts empty.
-        cache_len: tokens that the row's slot could hold; None if it set no limit.
         top: how many of the best tokens to show.
     Raises:
-        ConfigError: there is no such place, an id is outside the model's vocabulary, the dtype is unknown, or there are
-            stop strings and no vocabulary.
+        ConfigError: there is no such place, the token is outside the model's vocabulary, or there are stop strings
+            and no tokenizer.
+        PromptError: a token before it is none of the tokenizer's, or there are more than the cache holds.
+        RunError: the engine is not idle.
     """
     prompt, completion = np.asarray(prompt_tokens, np.int32), np.asarray(completion_tokens, np.int32)
     place = place_in(completion.size, place)
-    info = checkpoint.info
+    info, vocabulary, cache_len = engine.info, engine.vocabulary, engine.geometry.cache_len
     vocab_size = info.config.vocab_size
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     if params.stop and vocabulary is None:
-        raise ConfigError("stop strings: expected the vocabulary that they are to be found in, got none")
+        raise ConfigError(f"sampling.stop: {info.name} has no tokenizer to find strings with")
     if not 0 <= completion[place] < vocab_size:
         raise ConfigError(f"expected token ids in 0 .. {vocab_size - 1}, got {completion[place]}")
 
-    ends = [size for size in (params.max_length, cache_len) if size]
+    logits = engine.next_scores(Request("explained", prompt, given=(completion[:place],)))[None, :]
     before = StepState.from_histories(
         [prompt.tolist()],
         [completion[:place].tolist()],
-        capacity=cache_len or _padded(prompt.size + place + 1),
+        capacity=cache_len,
         vocab_size=vocab_size,
-        limit=min([prompt.size + params.max_new_tokens, *ends]),
+        limit=min([prompt.size + params.max_new_tokens, cache_len, *filter(None, [params.max_length])]),
     ).replace(keys=jnp.asarray(key, jnp.uint32).reshape(1, 2))
-    history = np.concatenate([prompt, completion[:place]])
-    logits = _model_scores(checkpoint, history, DTYPES[dtype])
     policy = stack([lower(params)])
     lens = _Lens(vocabulary, int(completion[place]), top)
 
@@ -113,7 +98,7 @@ def explain(
         place=place,
         prompt_len=prompt.size,
         completion_len=completion.size,
-        context=_text(vocabulary, history[-CONTEXT_LEN:]),
+        context=_text(vocabulary, np.concatenate([prompt, completion[:place]])[-CONTEXT_LEN:]),
         order=params.order,
         model=lens.stage("model", None, None, logits, logits),
         stages=tuple(stages),
@@ -193,24 +178,6 @@ class _Lens:
         ]
 
 
-def _model_scores(checkpoint: Checkpoint, history: np.ndarray, dtype: DTypeLike) -> jax.Array:
-    """The model's scores of the token after a history: float32 [1, vocab]."""
-    padded = _padded(history.size)
-    tokens, positions = np.zeros((1, padded), np.int32), np.full((1, padded), -1, np.int32)
-    tokens[0, : history.size], positions[0, : history.size] = history, np.arange(history.size)
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), checkpoint.params)
-    # Float32 means float32 on every backend, as in the engine.
-    with jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default"):
-        return _forward(Transformer(checkpoint.info.config, dtype), params, tokens, positions, history.size - 1)
-
-
-@partial(jax.jit, static_argnums=0)
-def _forward(model: Transformer, params: Any, tokens: jax.Array, positions: jax.Array, last: jax.Array) -> jax.Array:
-    forward: Any = partial(model.apply, {"params": params})
-    hidden, _ = forward(tokens, positions)
-    return forward(hidden[:, last], method="logits")
-
-
 @jax.jit
 def _apply(transform: Transform, state: StepState, scores: jax.Array) -> jax.Array:
     return apply(transform, state, scores)
@@ -219,10 +186,6 @@ def _apply(transform: Transform, state: StepState, scores: jax.Array) -> jax.Arr
 @jax.jit
 def _stop_codes(policy: Policy, before: StepState, after: StepState, tokens: jax.Array) -> jax.Array:
     return policy.stop_codes(before, after, tokens)
-
-
-def _padded(length: int) -> int:
-    return -(-length // _PADDED_LEN) * _PADDED_LEN
 
 
 def _is_off(transform: Transform) -> bool:
@@ -264,19 +227,18 @@ def _stopping(
     before: StepState,
     tokens: jax.Array,
     vocabulary: Vocabulary | None,
-    cache_len: int | None,
+    cache_len: int,
 ) -> tuple[StopReason | None, tuple[RuleView, ...]]:
     """Why the row ends with a token, and what each rule that is set says of it."""
     after = before.commit(tokens)
     policy = policy.bound(vocabulary or Vocabulary.from_pieces([b"?"]))
     code = int(_stop_codes(policy, before, after, tokens)[0])
-    full = cache_len is not None and int(after.total()[0]) >= cache_len
+    total = int(before.total()[0])
+    full = total + 1 >= cache_len
     code = StopReason.CACHE_FULL.code if full and code == 0 else code
-    rules = [*_rules(params, policy, before, after, tokens, vocabulary)]
-    if cache_len is not None:
-        total = int(before.total()[0])
-        rules.append(RuleView("cache_len", cache_len, total, total + 1, Verdict.ENDS if full else Verdict.GOES_ON))
-    return StopReason.from_code(code) if code else None, tuple(rules)
+    room = RuleView("cache_len", cache_len, total, total + 1, Verdict.ENDS if full else Verdict.GOES_ON)
+    rules = (*_rules(params, policy, before, after, tokens, vocabulary), room)
+    return StopReason.from_code(code) if code else None, rules
 
 
 def _rules(

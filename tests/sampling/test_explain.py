@@ -2,14 +2,12 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
-from sampling import Engine, Geometry, Request, SamplingParams, StopReason, Vocabulary, load_checkpoint
+from sampling import Engine, Geometry, Request, SamplingParams, StopReason, load_checkpoint
 from sampling.capacity import Capacity
-from sampling.checkpoints import load_backend
-from sampling.errors import ConfigError
+from sampling.errors import ConfigError, PromptError, RunError
 from sampling.explain import PADDED_IDS, explain, place_in
 from sampling.explanation import Verdict
 from sampling.keys import row_key
@@ -19,6 +17,7 @@ from tests.sampling.test_engine_policies import random_policy
 from tests.tiny_models import EOS_ID, TOKENIZER_LEN, byte_tokenizer, tiny_llama
 
 GEOMETRY = Geometry(slots=8, cache_len=48, prefill_chunk=8)
+CAPACITY = Capacity(orders=tuple(ORDERS))
 KEY = row_key(7, "p", 0)
 VOCAB = 272
 
@@ -29,20 +28,25 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def vocabulary(checkpoint):
-    return Vocabulary.from_tokenizer(load_backend(checkpoint.info), VOCAB)
+def engines(checkpoint):
+    return {dtype: Engine(checkpoint, GEOMETRY, dtype, CAPACITY) for dtype in ("float32", "bfloat16")}
 
 
 @pytest.fixture(scope="module")
-def explained(checkpoint, vocabulary):
+def engine(engines):
+    return engines["float32"]
+
+
+def ids(text):
+    return byte_tokenizer()(text)["input_ids"] if isinstance(text, str) else text
+
+
+@pytest.fixture(scope="module")
+def explained(engine):
     """Explains the token at `place` of a completion given as text or ids, after the prompt "abc"."""
 
-    def ids(text):
-        return byte_tokenizer()(text)["input_ids"] if isinstance(text, str) else text
-
     def make(completion, params=None, place=-1, key=KEY, **settings):
-        params, settings = params or SamplingParams(), {"vocabulary": vocabulary} | settings
-        return explain(checkpoint, ids("abc"), ids(completion), place, params, key, **settings)
+        return explain(engine, ids("abc"), ids(completion), place, params or SamplingParams(), key, **settings)
 
     return make
 
@@ -51,27 +55,24 @@ def counts(explanation):
     return [(stage.name, stage.left, stage.removed) for stage in explanation.stages]
 
 
-def test_every_token_of_random_policies_is_explained_as_it_was_drawn(checkpoint, vocabulary):
-    """Token, log-probs, kept mass, uniform and end, over all parameters and orders."""
-    engine = Engine(checkpoint, GEOMETRY, capacity=Capacity(orders=tuple(ORDERS)))
-    rng = np.random.default_rng(3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_token_of_random_policies_is_drawn_again(engines, dtype):
+    """Token, log-probs, kept mass, entropy, uniform and end, over all parameters and orders."""
+    engine, rng = engines[dtype], np.random.default_rng(3)
     requests = [
         Request(f"p{i}", rng.integers(4, TOKENIZER_LEN, rng.integers(1, 20)), random_policy(rng), run_seed=3)
         for i in range(30)
     ]
     tokens, ends = 0, set()
-    for group in engine.generate(requests):
-        row = group.completions[0]
+    for row in [group.completions[0] for group in engine.generate(requests)]:
         for place in range(row.completion_tokens.size):
-            found = explain(
-                checkpoint, row.prompt_tokens, row.completion_tokens, place, row.params, row.key,
-                vocabulary=vocabulary, cache_len=GEOMETRY.cache_len,
-            )  # fmt: skip
+            found = explain(engine, row.prompt_tokens, row.completion_tokens, place, row.params, row.key)
             where = row.prompt_id, place
             assert found.agrees and found.token.token == row.completion_tokens[place], where
-            assert found.behaviour_logprob == pytest.approx(row.behaviour_logprobs[place], abs=1e-4), where
-            assert found.model_logprob == pytest.approx(row.model_logprobs[place], abs=1e-4), where
-            assert found.log_kept_mass == pytest.approx(row.log_kept_mass[place], abs=1e-4), where
+            assert found.behaviour_logprob == pytest.approx(row.behaviour_logprobs[place], abs=1e-5), where
+            assert found.model_logprob == pytest.approx(row.model_logprobs[place], abs=1e-5), where
+            assert found.log_kept_mass == pytest.approx(row.log_kept_mass[place], abs=1e-5), where
+            assert found.entropy == pytest.approx(row.entropy[place], abs=1e-5), where
             assert found.token.low - 1e-6 <= found.uniform <= found.token.high + 1e-6, where
             assert found.token.probability == pytest.approx(np.exp(found.behaviour_logprob), abs=1e-5), where
             assert (found.stages[-1] if found.stages else found.model).left == found.support, where
@@ -80,6 +81,7 @@ def test_every_token_of_random_policies_is_explained_as_it_was_drawn(checkpoint,
             tokens += 1
         ends.add(row.stop_reason)
     assert tokens > 200 and {StopReason.EOS, StopReason.STOP_STRING, StopReason.LENGTH} <= ends
+    assert engine.idle and engine.stats().programs_compiled == 3
 
 
 def test_the_ids_left_after_each_stage_can_be_counted_by_hand(explained):
@@ -212,7 +214,7 @@ def test_minimum_lengths_hold_back_what_would_end_the_row(explained):
 
 def test_budgets_and_ids_that_end_a_row(explained):
     params = SamplingParams(eos_token_ids=[EOS_ID], stop_token_ids=[9], max_new_tokens=3, max_length=5)
-    found = explained([40, 9], params, cache_len=8)
+    found = explained([40, 9], params)
     assert [(rule.name, rule.before, rule.after, rule.verdict) for rule in found.rules] == [
         ("eos_token_ids", None, None, Verdict.GOES_ON),
         ("stop_token_ids", None, None, Verdict.ENDS),
@@ -223,32 +225,51 @@ def test_budgets_and_ids_that_end_a_row(explained):
     assert found.stop_reason is StopReason.STOP_TOKEN
     assert explained([EOS_ID], params).stop_reason is StopReason.EOS
     assert explained([40, 41], params).stop_reason is StopReason.LENGTH
-    assert explained([40, 41], SamplingParams(), cache_len=5).stop_reason is StopReason.CACHE_FULL
-    assert [rule.name for rule in explained([40], SamplingParams()).rules] == ["max_new_tokens"]
+    assert [rule.name for rule in explained([40], SamplingParams()).rules] == ["max_new_tokens", "cache_len"]
+    full = [40] * (GEOMETRY.cache_len - len(ids("abc")))
+    assert explained(full, SamplingParams(max_new_tokens=99)).stop_reason is StopReason.CACHE_FULL
+    assert explained(full, SamplingParams(max_new_tokens=99), place=-2).stop_reason is None
 
 
-def test_broken_scores_are_shown_and_nothing_is_drawn(checkpoint, explained, vocabulary):
-    broken = dataclasses.replace(
-        checkpoint, params=jax.tree.map(lambda leaf: leaf * np.float32("nan"), checkpoint.params)
-    )
-    found = explain(broken, [5, 6], [40], 0, SamplingParams(top_k=5), KEY, vocabulary=vocabulary)
-    assert found.drawn is None and not found.agrees
-    assert (found.model.left, found.model.best, found.model.token_rank, found.candidates) == (0, (), None, ())
-    assert np.isnan(found.entropy) and np.isnan(found.token.high)
+def broken(checkpoint, rows):
+    """The checkpoint with a head whose rows give NaN."""
+    head = checkpoint.params["head"].copy()
+    head[rows] = np.nan
+    return dataclasses.replace(checkpoint, params=checkpoint.params | {"head": head})
 
 
-def test_texts_are_those_of_the_tokenizer_and_empty_without_one(explained):
+def test_broken_scores_are_shown_and_nothing_is_drawn(checkpoint):
+    engine = Engine(broken(checkpoint, slice(None)), GEOMETRY, capacity=CAPACITY)
+    for place in (0, 3):
+        found = explain(engine, [5, 6], [40] * 4, place, SamplingParams(top_k=5), KEY)
+        assert found.drawn is None and not found.agrees
+        assert (found.model.left, found.model.best, found.model.token_rank, found.candidates) == (0, (), None, ())
+        assert np.isnan(found.entropy) and np.isnan(found.token.high)
+
+
+def test_a_row_that_repaired_its_scores_is_drawn_again(checkpoint):
+    engine = Engine(broken(checkpoint, [7]), GEOMETRY, capacity=CAPACITY)
+    params = SamplingParams(remove_invalid_values=True, max_new_tokens=12)
+    (row,) = next(engine.generate([Request("p", [5, 6], params)])).completions
+    assert row.completion_tokens.size == 12
+    for place in range(12):
+        found = explain(engine, row.prompt_tokens, row.completion_tokens, place, row.params, row.key)
+        assert found.agrees and np.isnan(found.model.token.probability)
+        assert [stage.name for stage in found.stages] == [PADDED_IDS, "remove_invalid_values"]
+
+
+def test_texts_are_those_of_the_tokenizer_and_empty_without_one(checkpoint, explained, tmp_path):
     tokens = [*byte_tokenizer()(" theé")["input_ids"][:2], 40]
     found = explained(tokens, place=2)
     assert found.context == "abc the\\xc3" and found.token.text == byte_tokenizer().decode([40])
-    bare = explained(tokens, place=2, vocabulary=None)
-    assert (bare.context, bare.token.text, bare.candidates[0].text) == ("", "", "")
-    assert bare.token.probability == found.token.probability
-
-
-def test_bfloat16_is_computed_in_bfloat16(explained):
-    single, half = (explained([40], dtype=dtype).model.token.score for dtype in ("float32", "bfloat16"))
-    assert 0 < abs(single - half) < 0.2
+    info = dataclasses.replace(checkpoint.info, path=tmp_path)
+    bare = Engine(dataclasses.replace(checkpoint, info=info), GEOMETRY)
+    assert bare.vocabulary is None
+    nameless = explain(bare, ids("abc"), tokens, 2, SamplingParams(), KEY)
+    assert (nameless.context, nameless.token.text, nameless.candidates[0].text) == ("", "", "")
+    assert nameless.token.probability == found.token.probability
+    with pytest.raises(ConfigError, match=r"sampling\.stop: .* has no tokenizer"):
+        explain(bare, [5], [40], 0, SamplingParams(stop="x"), KEY)
 
 
 def test_places_of_one_row_share_their_programs(explained, compilations):
@@ -265,19 +286,25 @@ def test_places_count_from_both_ends(place, expected):
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "error", "message"),
     [
-        (lambda e: e([40], place=1), "token: expected a place in 0 .. 0, or -1 .. -1 from the end, got 1"),
-        (lambda e: e([40], place=-2), "got -2"),
-        (lambda e: e([], place=0), "token: expected a completion with tokens, got 0"),
-        (lambda e: e([VOCAB]), "expected token ids in 0 .. 271, got 272"),
-        (lambda e: e([-1, 40]), "expected token ids in 0 .. 271, got -1"),
-        (lambda e: e([40], dtype="float16"), "dtype: expected one of float32, bfloat16, got 'float16'"),
-        (lambda e: e([40], SamplingParams(stop="x"), vocabulary=None), "stop strings: expected the vocabulary"),
-        (lambda e: e([40] * 9, cache_len=8), "capacity: expected at least"),
+        (lambda e: e([40], place=1), ConfigError, "token: expected a place in 0 .. 0, or -1 .. -1 from the end, got 1"),
+        (lambda e: e([40], place=-2), ConfigError, "got -2"),
+        (lambda e: e([], place=0), ConfigError, "token: expected a completion with tokens, got 0"),
+        (lambda e: e([VOCAB]), ConfigError, "expected token ids in 0 .. 271, got 272"),
+        (lambda e: e([-1]), ConfigError, "expected token ids in 0 .. 271, got -1"),
+        (lambda e: e([-1, 40]), PromptError, "expected token ids in 0 .. 265, got -1"),
+        (lambda e: e([40] * 47), PromptError, "do not fit a cache of 48"),
     ],
 )
-def test_what_cannot_be_explained_is_refused(explained, call, message):
-    with pytest.raises(ConfigError) as error:
+def test_what_cannot_be_explained_is_refused(explained, engine, call, error, message):
+    with pytest.raises(error) as caught:
         call(explained)
-    assert message in str(error.value)
+    assert message in str(caught.value) and engine.idle
+
+
+def test_an_engine_at_work_explains_nothing(engine, explained):
+    engine.submit(Request("p", [5, 6]))
+    with pytest.raises(RunError, match="idle engine"):
+        explained([40])
+    engine.abort()
