@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from sampling import SamplingParams, StepState, inspect_checkpoint, load_checkpoint
-from sampling.decode import choose
+from rollout.step_parts import Part, choice, matrix_products, random_rows, seconds
+from sampling import SamplingParams, StepState, load_checkpoint
 from sampling.draw import Distribution, draw
-from sampling.keys import row_key, uniforms
-from sampling.policy import Policy, lower, resolved, stack
-from sampling.state import NO_TOKEN
+from sampling.keys import uniforms
 
 FILTERS = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, min_p=0.02)
 
@@ -74,18 +67,9 @@ def sampling_cost(reference: str, rows: int = 32, history: int = 128, repeats: i
         history: tokens of each row, half of them prompt.
         repeats: timed runs of each; they take turns, so that drift of the machine's speed hits all alike.
     """
-    info = inspect_checkpoint(reference)
-    vocab = info.config.vocab_size
-    rng = np.random.default_rng(0)
-    logits = jnp.asarray(rng.normal(size=(rows, vocab)).astype(np.float32) * 3)
-    tokens = rng.integers(0, vocab, (rows, history)).tolist()
-    state = StepState.from_histories(
-        [row[: history // 2] for row in tokens],
-        [row[history // 2 :] for row in tokens],
-        capacity=2 * history,
-        vocab_size=vocab,
-    ).replace(keys=jnp.asarray(np.stack([row_key(0, "bench", i) for i in range(rows)])))
-    given = jnp.full(rows, NO_TOKEN, jnp.int32)
+    checkpoint = load_checkpoint(reference)
+    info = checkpoint.info
+    state, logits = random_rows(info.config.vocab_size, rows, history)
 
     @jax.jit
     def bare(state: StepState, logits: jax.Array) -> Any:
@@ -93,45 +77,21 @@ def sampling_cost(reference: str, rows: int = 32, history: int = 128, repeats: i
         drawn = draw(model, uniforms(state.keys, state.step))
         return drawn, model.logprobs(drawn)
 
-    chosen = jax.jit(partial(choose, tokenizer_len=info.tokenizer_len))
-    every: dict[str, Callable[[], Any]] = {
-        "matmuls": _matmuls(load_checkpoint(reference).params, rows),
+    every: dict[str, Part] = {
+        "matmuls": matrix_products(checkpoint, rows),
         "bare": lambda: bare(state, logits),
+        "neutral": choice(info, SamplingParams(), state, logits),
+        "filters": choice(info, FILTERS, state, logits),
+        "everything": choice(info, EVERYTHING, state, logits),
     }
-    for name, params in (("neutral", SamplingParams()), ("filters", FILTERS), ("everything", EVERYTHING)):
-        policy = _stacked(params, rows, info.eos_token_ids)
-        every[name] = partial(chosen, policy, state, logits, given)
-    return SamplingCost(rows=rows, vocab=vocab, **_medians(every, repeats))
+    return SamplingCost(rows=rows, vocab=info.config.vocab_size, **_medians(every, repeats))
 
 
-def _stacked(params: SamplingParams, rows: int, eos: tuple[int, ...]) -> Policy:
-    return jax.device_put(stack([lower(resolved(params, eos))] * rows))
-
-
-def _matmuls(params: Any, rows: int) -> Callable[[], Any]:
-    """Only the matrix products of a decode step: every kernel of two axes or more, and the tied or untied head once."""
-    kernels = [
-        np.asarray(leaf).reshape(leaf.shape[0], -1)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        if leaf.ndim >= 2 and "embedding" not in jax.tree_util.keystr(path)
-    ]
-    head = params.get("head", params["embedding"]) if "head" not in params else None
-    weights = jax.device_put(kernels + ([np.asarray(head).T.copy()] if head is not None else []))
-    inputs = [jnp.ones((rows, kernel.shape[0]), jnp.float32) for kernel in weights]
-
-    @jax.jit
-    def products(weights: list[jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
-        return [x @ kernel for x, kernel in zip(inputs, weights, strict=True)]
-
-    return lambda: products(weights, inputs)
-
-
-def _medians(every: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+def _medians(every: dict[str, Part], repeats: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in every}
     for repeat in range(repeats + 1):
-        for name, run in every.items():
-            began = time.perf_counter()
-            jax.block_until_ready(run())
+        for name, part in every.items():
+            taken = seconds(part)
             if repeat:  # the first compiles
-                times[name].append((time.perf_counter() - began) * 1e3)
+                times[name].append(1e3 * taken)
     return {name: statistics.median(values) for name, values in times.items()}

