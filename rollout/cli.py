@@ -192,10 +192,10 @@ def score(
         from rich.console import Console
 
         from rollout.progress import ProgressReporter
-        from rollout.score_config import load_score_config
+        from rollout.scoring.config import load_score_config
 
         config = load_score_config(source, config_file, overrides)
-        from rollout.score import score_source  # Ray and more: not before the config is known to be good
+        from rollout.scoring.job import score_source  # Ray and more: not before the config is known to be good
 
     with stopping_in_order() as check, ProgressReporter(quiet=quiet, check=check) as progress:
         summary = score_source(source, config, out, address=address, progress=progress)

@@ -14,7 +14,7 @@ from rollout.groups import GroupSampler
 from rollout.progress import Progress, ProgressReporter
 from rollout.prompts import Prompt
 from rollout.rewards import reward_from_config
-from rollout.score_config import ScoreConfig
+from rollout.scoring.config import ScoreConfig
 from rollout.sources import digest_prompts, read_prompts
 from rollout.store import RunFolder
 from rollout.summary import RunSummary

@@ -23,6 +23,7 @@ from sampling.decode import Admission, next_logits
 from sampling.engine_stats import EngineStats
 from sampling.errors import CheckpointError, ConfigError, PromptError, RunError
 from sampling.fingerprint import numerics_fingerprint
+from sampling.memory_plan import available_bytes, require_memory
 from sampling.models import Transformer
 from sampling.open_group import OpenGroup, Resident
 from sampling.params import SamplingParams
@@ -54,7 +55,7 @@ class Engine:
         dtype: "float32" or "bfloat16", of the model's matrix products.
         capacity: sizes of the policies' tables.
     Raises:
-        ConfigError: an unknown dtype, or a cache longer than the model's positions.
+        ConfigError: an unknown dtype, a cache longer than the model's positions, or more memory than there is.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class Engine:
                 f"geometry.cache_len: expected at most {info.config.max_position}, the positions that"
                 f" {info.name} was made for, got {geometry.cache_len}"
             )
+        self.memory_plan = require_memory(info.config, geometry, DTYPES[dtype], available_bytes())
+        log.info("memory of the engine: %s", self.memory_plan)
         self.geometry = geometry
         self.info = info
         self.policy_version = 0
@@ -96,9 +99,8 @@ class Engine:
         self._finished: list[Group] = []
         self._free = list(range(geometry.slots))[::-1]
         self._resident: dict[int, Resident] = {}
-        self._counts = dict.fromkeys(
-            ("groups", "completions", "tokens", "steps", "busy_row_steps", "prefill_tokens", "scored_tokens"), 0
-        )
+        counts = "groups completions tokens steps busy_row_steps prefill_tokens scored_tokens"
+        self._counts = dict.fromkeys(counts.split(), 0)
 
     def submit(self, request: Request) -> None:
         """Puts a request at the end of the queue.
@@ -379,8 +381,7 @@ class Engine:
             self._scorer = Scorer(
                 self._model, self.info.tokenizer_len, self.geometry, self._capacity, self._params, self._vocabulary
             )
-        while group.pending:
-            sample = group.pending.popleft()
+        for sample in group.pending:
             known = KnownSequence(group.request.prompt_tokens, sample.given, group.params, group.limit)
             self._scorer.add(known, (group, sample, time.monotonic()))
 

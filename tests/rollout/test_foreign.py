@@ -1,4 +1,4 @@
-"""rollout/foreign.py: sequences of other systems, under whatever usual names, and refusals that name row and field."""
+"""Sequences of other systems, under whatever usual names, and refusals that name row and field."""
 
 import json
 
@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from rollout.codec import write_parquet
-from rollout.foreign import NAMES, read_foreign
+from rollout.scoring.foreign import NAMES, read_foreign
 from sampling.errors import ConfigError, PromptError
 from tests.rollout.records import group, trajectory
 

@@ -1,11 +1,11 @@
-"""rollout/ratios.py against values worked out by hand."""
+"""rollout/scoring/ratios.py against values worked out by hand."""
 
 import math
 
 import numpy as np
 import pytest
 
-from rollout.ratios import KlSums, QuantileSketch, effective_sample_size, sequence_ratios, token_log_ratios
+from rollout.scoring.ratios import KlSums, QuantileSketch, effective_sample_size, sequence_ratios, token_log_ratios
 
 LOG2, LOG3, LOG4 = math.log(2), math.log(3), math.log(4)
 

@@ -1,4 +1,4 @@
-"""rollout/score.py on real workers.
+"""rollout/scoring/job.py on real workers.
 
 1.  A run scored under its own weights and policies is the run: to the bit by replay, within rounding by forward passes.
 2.  Other weights and policies give what an uncached forward and plain NumPy give; what they remove is counted.
@@ -19,9 +19,9 @@ from rollout.cli import main
 from rollout.config_file import validated
 from rollout.driver import sample_run
 from rollout.progress import ProgressReporter
-from rollout.score import WINDOW_ROUNDS, score_source
-from rollout.score_config import ScoreConfig, load_score_config
-from rollout.scored import Outcome, read_scored
+from rollout.scoring.config import ScoreConfig, load_score_config
+from rollout.scoring.job import WINDOW_ROUNDS, score_source
+from rollout.scoring.scored import Outcome, read_scored
 from rollout.shards import read_trajectories
 from sampling import load_checkpoint
 from sampling.errors import CheckpointError, ConfigError, PromptError

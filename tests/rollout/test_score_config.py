@@ -1,11 +1,11 @@
-"""rollout/score_config.py: what a scoring config means, what a run's folder adds to it, and refusals."""
+"""rollout/scoring/config.py: what a scoring config means, what a run's folder adds to it, and refusals."""
 
 from pathlib import Path
 
 import pytest
 
 from rollout.config_file import parse_config, validated
-from rollout.score_config import NO_BUDGET, ScoreConfig, ScorePath, load_score_config
+from rollout.scoring.config import NO_BUDGET, ScoreConfig, ScorePath, load_score_config
 from rollout.store import RunFolder
 from sampling.errors import ConfigError
 from sampling.params import SamplingParams

@@ -1,4 +1,4 @@
-"""rollout/score_folder.py: whole files in the source's order, continued by the same scoring and by no other."""
+"""rollout/scoring/folder.py: whole files in the source's order, continued by the same scoring and by no other."""
 
 import dataclasses
 import json
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from rollout.config_file import validated
-from rollout.score_config import ScoreConfig
-from rollout.score_folder import ScoreFolder
-from rollout.score_source import SourceFacts
-from rollout.scored import Outcome, ScoredSequence, read_scored
+from rollout.scoring.config import ScoreConfig
+from rollout.scoring.folder import ScoreFolder
+from rollout.scoring.scored import Outcome, ScoredSequence, read_scored
+from rollout.scoring.source import SourceFacts
 from sampling.errors import ConfigError, RecordError
 
 FACTS = SourceFacts("runs/a", "abc", rows=5, tokens=5, newest_version=None)

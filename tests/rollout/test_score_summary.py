@@ -1,4 +1,4 @@
-"""rollout/score_summary.py: every figure of a scorer against numbers worked out by hand."""
+"""rollout/scoring/summary.py: every figure of a scorer against numbers worked out by hand."""
 
 import io
 import json
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from rollout.score_config import Law, RatiosConfig, ScorePath
-from rollout.score_summary import NO_LOGPROBS, ScoreSummary, Tally
-from rollout.scored import Outcome, ScoredSequence
+from rollout.scoring.config import Law, RatiosConfig, ScorePath
+from rollout.scoring.scored import Outcome, ScoredSequence
+from rollout.scoring.summary import NO_LOGPROBS, ScoreSummary, Tally
 
 LAW = Law("other", "checkpoint", None, ScorePath.FORWARD)
 CONFIG = RatiosConfig(cap=2.0, clip_epsilon=0.2)

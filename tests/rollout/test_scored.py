@@ -1,4 +1,4 @@
-"""rollout/scored.py: one sequence under one scorer, worked out by hand, and exact to the bit through a file."""
+"""rollout/scoring/scored.py: one sequence under one scorer, worked out by hand, and exact to the bit through a file."""
 
 import dataclasses
 import json
@@ -9,9 +9,9 @@ import pyarrow.parquet
 import pytest
 
 from rollout.codec import write_parquet
-from rollout.foreign import RecordedSequence
-from rollout.score_config import RatiosConfig
-from rollout.scored import MEANINGS, Outcome, ScoredSequence, count_scored, read_scored, write_scored
+from rollout.scoring.config import RatiosConfig
+from rollout.scoring.foreign import RecordedSequence
+from rollout.scoring.scored import MEANINGS, Outcome, ScoredSequence, count_scored, read_scored, write_scored
 from sampling.errors import RecordError
 from tests.rollout.records import completion, trajectory
 

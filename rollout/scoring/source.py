@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout.foreign import RecordedSequence, read_foreign
 from rollout.json_values import canonical_json
 from rollout.manifest import read_manifest
-from rollout.score_config import Law
+from rollout.scoring.config import Law
+from rollout.scoring.foreign import RecordedSequence, read_foreign
 from rollout.shards import read_trajectories
 from sampling.checkpoints import inspect_checkpoint
 from sampling.errors import ConfigError, PromptError

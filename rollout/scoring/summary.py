@@ -13,9 +13,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rollout.ratios import KlEstimates, KlSums, QuantileSketch, effective_sample_size, token_log_ratios
-from rollout.score_config import Law, RatiosConfig
-from rollout.scored import Outcome, ScoredSequence
+from rollout.scoring.config import Law, RatiosConfig
+from rollout.scoring.ratios import KlEstimates, KlSums, QuantileSketch, effective_sample_size, token_log_ratios
+from rollout.scoring.scored import Outcome, ScoredSequence
 
 NO_LOGPROBS = "no recorded log-probs"
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}

@@ -19,10 +19,10 @@ from typing import Any, Self
 from rollout.atomic import TEMPORARY_SUFFIX, write_atomically
 from rollout.config import differences
 from rollout.json_values import shown
-from rollout.score_config import ScoreConfig
-from rollout.score_source import SourceFacts
-from rollout.score_summary import ScoreSummary, Tally
-from rollout.scored import SCHEMA_VERSION, ScoredSequence, count_scored, read_scored, write_scored
+from rollout.scoring.config import ScoreConfig
+from rollout.scoring.scored import SCHEMA_VERSION, ScoredSequence, count_scored, read_scored, write_scored
+from rollout.scoring.source import SourceFacts
+from rollout.scoring.summary import ScoreSummary, Tally
 from sampling.errors import ConfigError, RecordError
 
 SCORING_NAME = "scoring.json"

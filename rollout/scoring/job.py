@@ -17,14 +17,14 @@ import numpy as np
 from actors import GroupFailure, WorkerPool
 from actors import Outcome as Answer
 from rollout.driver import worker_pool
-from rollout.foreign import RecordedSequence
 from rollout.json_values import canonical_json
 from rollout.progress import Progress, ProgressReporter
-from rollout.score_config import Law, ScoreConfig, ScorePath
-from rollout.score_folder import ScoreFolder
-from rollout.score_source import SourceFacts, digest_source, read_sequences, recorded_params, survey
-from rollout.score_summary import ScoreSummary
-from rollout.scored import Outcome, ScoredSequence
+from rollout.scoring.config import Law, ScoreConfig, ScorePath
+from rollout.scoring.folder import ScoreFolder
+from rollout.scoring.foreign import RecordedSequence
+from rollout.scoring.scored import Outcome, ScoredSequence
+from rollout.scoring.source import SourceFacts, digest_source, read_sequences, recorded_params, survey
+from rollout.scoring.summary import ScoreSummary
 from sampling.errors import ConfigError
 from sampling.fingerprint import fingerprint_digest
 from sampling.params import SamplingParams

@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from rollout.foreign import RecordedSequence
-from rollout.ratios import sequence_ratios, token_log_ratios
-from rollout.score_config import RatiosConfig
+from rollout.scoring.config import RatiosConfig
+from rollout.scoring.foreign import RecordedSequence
+from rollout.scoring.ratios import sequence_ratios, token_log_ratios
 from sampling.errors import RecordError
 from sampling.types import Completion
 

@@ -1,0 +1,1 @@
+"""`rollout score`: recorded sequences under other weights and policies (docs/scoring.md)."""
