@@ -15,7 +15,7 @@ from pathlib import Path
 
 from actors import GroupFailure, Outcome
 from rollout.atomic import write_atomically
-from rollout.comparison import FORWARD_BOUND, Distances, difference
+from rollout.comparison import Distances, difference
 from rollout.trajectory import Trajectory
 from sampling.types import Request
 
@@ -48,7 +48,7 @@ class Canary:
 
     def __init__(self, share: float, dtype: str) -> None:
         self._share = share
-        self._bound = FORWARD_BOUND[dtype]
+        self._dtype = dtype
         self._due: deque[tuple[Request, Sequence[Trajectory]]] = deque()
         self._open: list[tuple[Request, Sequence[Trajectory]]] = []
         self._distances = Distances()
@@ -98,13 +98,8 @@ class Canary:
 
     def report(self) -> CanaryReport:
         """What has been found so far."""
-        far = self._distances.quantile(0.999)
-        faults = tuple(self._faults)
-        if far > self._bound:
-            faults += (
-                f"forward scores: expected 99.9 % of the tokens within {self._bound} nats of their records,"
-                f" got {far:.2e}",
-            )
+        far = self._distances.fault(self._dtype)
+        faults = (*self._faults, f"forward scores: {far}") if far else tuple(self._faults)
         return CanaryReport(self._samples, self._tokens, str(self._distances), faults)
 
     def write(self, folder: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from actors import Placement
 from rollout.branches import Branch
-from rollout.comparison import FORWARD_BOUND, Distances, difference
+from rollout.comparison import Distances, difference
 from rollout.service import Rollouts
 from rollout.trajectory import Trajectory
 from sampling.checkpoints import load_checkpoint
@@ -109,12 +109,8 @@ def selftest(
         record = drawn[int(group.prompt_id)]
         distances.add(record, completion)
         logs.append(float(completion.behaviour_logprobs.sum(dtype=np.float64)) - record.behaviour_logprob)
-    far, bound = distances.quantile(0.999), FORWARD_BOUND[dtype]
-    if far > bound:
-        faults.append(
-            f"log-probs: expected 99.9 % of the tokens within {bound} nats of the learner's, got {far:.2e};"
-            " workers and learner do not compute the same function"
-        )
+    if far := distances.fault(dtype):
+        faults.append(f"the learner's log-probs: {far}; workers and learner do not compute the same function")
     return SelfTest(
         samples=len(drawn),
         tokens=sum(record.completion_len for record in drawn),

@@ -31,5 +31,5 @@ def test_one_tensor_of_a_worker_off_by_a_thousandth_is_noticed(tiny_checkpoint, 
     safetensors.numpy.save_file(tensors, file, {"format": "pt"})
     found = selftest(str(perturbed), learner=tiny_checkpoint, max_new_tokens=12, geometry=GEOMETRY)
     (fault,) = found.faults
-    assert fault.startswith("log-probs: expected 99.9 % of the tokens within 0.0001 nats of the learner's, got")
+    assert fault.startswith("the learner's log-probs: expected 99.9 % of the tokens within 0.0001 nats of their record")
     assert found.lines()[-1] == "failed: 1 faults"
