@@ -18,10 +18,6 @@ CHAIN_BOUND = 1e-4
 """Nats: how far a token's figures may lie from their record where the model's scores are the same to the bit, and the
 chain was gone through outside the engine's program. What was seen is below 1e-5."""
 
-CHAIN_BOUND = 1e-4
-"""Nats: how far a token's figures may lie from their record where the model's scores are the same to the bit, and the
-chain was gone through outside the engine's program. What was seen is below 1e-5."""
-
 OTHER_NUMERICS_BOUND = {"float32": 1e-3, "bfloat16": 0.5}
 """Nats, by dtype: the largest difference of one token between machines or releases whose numerics are not the same."""
 
