@@ -71,7 +71,13 @@ def attend_cached(
         now_best = jnp.maximum(best, scores.max(axis=-1))
         weights = jnp.where(seen, jnp.exp(scores - now_best[..., None]), 0.0)
         rescale = jnp.exp(best - now_best)
-        new = jnp.einsum("rknl,rkld->rknd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+        # A single token sees all that its row holds. Among several, a broken value must not reach those before it.
+        broken = ~jnp.isfinite(value).all(axis=-1) if chunk > 1 else None
+        sound = value if broken is None else jnp.where(broken[..., None], jnp.zeros((), value.dtype), value)
+        new = jnp.einsum("rknl,rkld->rknd", weights.astype(value.dtype), sound, preferred_element_type=jnp.float32)
+        if broken is not None:
+            tainted = jnp.any(seen & broken[:, :, None, :], axis=-1)
+            new = jnp.where(tainted[..., None], jnp.nan, new)
         return now_best, total * rescale + weights.sum(axis=-1), mixed * rescale[..., None] + new
 
     nothing = jnp.zeros(columns.shape[:3], jnp.float32)

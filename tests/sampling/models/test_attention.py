@@ -71,6 +71,16 @@ def test_attention_by_blocks_is_attention(block_len, window):
     np.testing.assert_array_equal(got[2], jnp.zeros_like(got[2]))
 
 
+def test_a_broken_value_reaches_no_query_before_it():
+    """Within one chunk: NaN times a weight of zero would."""
+    keys, values = _random(2, 1, 1, 4, 3, seed=1), _random(2, 1, 1, 3, 4, seed=2)
+    queries, positions = _random(1, 3, 1, 2, 4, seed=0), jnp.array([[2, 3, 4]])
+    clean = attend_cached(queries, keys, values, positions, None)
+    broken = attend_cached(queries, keys, values.at[1, 0, 0, 0].set(jnp.nan), positions, None)
+    np.testing.assert_array_equal(broken[0, 0], clean[0, 0])
+    assert np.isnan(broken[0, 1:]).all()
+
+
 @pytest.mark.parametrize("noise", [1e4, -1e4, 1e30])
 def test_invisible_keys_weigh_exactly_nothing(noise):
     queries, keys = _random(1, 1, 1, 2, 4, seed=0), _random(1, 1, 6, 4, seed=1)
