@@ -378,9 +378,8 @@ class Engine:
 
     def _score_later(self, group: OpenGroup) -> None:
         if self._scorer is None:
-            self._scorer = Scorer(
-                self._model, self.info.tokenizer_len, self.geometry, self._capacity, self._params, self._vocabulary
-            )
+            sizes = self.info.tokenizer_len, self.geometry.cache_len, self._capacity
+            self._scorer = Scorer(self._model, *sizes, self._params, self._vocabulary)
         for sample in group.pending:
             known = KnownSequence(group.request.prompt_tokens, sample.given, group.params, group.limit)
             self._scorer.add(known, (group, sample, time.monotonic()))

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from sampling.errors import ConfigError
 from sampling.models import KVCache, ModelConfig, Transformer
-from sampling.scoring import BLOCK_TOKENS
+from sampling.scoring import BLOCK_TOKENS, LANE_TOKENS, LANES, ROWS
 from sampling.types import Geometry
 
 SCORE_ARRAYS = 8
@@ -28,7 +28,7 @@ class MemoryPlan:
 
     Attributes:
         weights: of the model.
-        cache: keys and values of the slots and of the prompts on their way to them.
+        cache: keys and values of the slots, of the prompts on their way to them, and of sequences being scored.
         state: tokens, counts and records of the slots.
         workspace: what a step needs besides, an estimate from above.
     """
@@ -44,9 +44,9 @@ class MemoryPlan:
         model = Transformer(config, dtype=dtype)
         one = jnp.zeros((1, 1), jnp.int32)
         weights = jax.eval_shape(lambda: model.init(jax.random.key(0), one, one))
-        rows = geometry.slots + geometry.prefill_rows
+        rows = geometry.slots + geometry.prefill_rows + ROWS
         cache = jax.eval_shape(lambda: KVCache.empty(config, rows, geometry.cache_len, dtype))
-        tokens = max(geometry.slots, geometry.prefill_rows * geometry.prefill_chunk)
+        tokens = max(geometry.slots, geometry.prefill_rows * geometry.prefill_chunk, LANES * LANE_TOKENS)
         scored = max(geometry.slots, BLOCK_TOKENS)
         itemsize = np.dtype(dtype).itemsize
         activations = tokens * (8 * config.width + 4 * config.ffn) * max(itemsize, 4)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sampling import Engine, Geometry, load_checkpoint
+from sampling import Engine, Geometry, Request, load_checkpoint
 from sampling.errors import ConfigError
 from sampling.memory_plan import MemoryPlan, available_bytes, require_memory
 from tests.tiny_models import tiny_llama
@@ -25,9 +25,10 @@ def bytes_of(tree):
 )
 def test_the_plan_counts_what_the_engine_holds(checkpoint, dtype, geometry):
     engine = Engine(checkpoint, geometry, dtype)
+    list(engine.generate([Request("p", [5, 6], given=([7],), forward=True)]))
     plan = MemoryPlan.of(checkpoint.info.config, geometry, jnp.dtype(dtype))
     assert plan.weights == bytes_of(engine._params)
-    assert plan.cache == bytes_of((engine._state.cache, engine._staging))
+    assert plan.cache == bytes_of((engine._state.cache, engine._staging, engine._scorer._cache))
     state = engine._state.replace(cache=None, policy=None)
     assert bytes_of(state) <= plan.state <= 1.2 * bytes_of(state) + 2048
 

@@ -6,6 +6,8 @@
 4.  Entropies and supports are those of the distribution that the token was drawn from.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ from sampling.capacity import Capacity
 from sampling.draw import Distribution
 from sampling.errors import ConfigError
 from sampling.params import ORDERS
-from sampling.scoring import BLOCK_TOKENS
+from sampling.scoring import LANE_TOKENS, LANES
 from tests.sampling.test_engine import GEOMETRY, MIXED, prompt, rows
 from tests.sampling.test_engine_policies import random_policy
 from tests.tiny_models import tiny_llama
@@ -89,11 +91,11 @@ def test_siblings_that_share_a_prompt_score_as_if_alone(engine):
     """Prompts of every length about the lanes', more siblings than rows, prompts that lead into each other."""
     params = MIXED[5].replace(frequency_penalty=0.3)
     asked, alone = [], {}
-    for length in (1, 2, 3, 7, 8, 9, 17):
+    for length in (1, 2, 3, 17, 30, 31, 32):
         given = [prompt(40 + i, 1 + 3 * i) for i in range(6)]
         request = Request(
             f"p{length}",
-            prompt(3, 20)[:length],
+            prompt(3, 32)[:length],
             params,
             sample_indices=tuple(range(6)),
             given=tuple(given),
@@ -115,13 +117,14 @@ def test_siblings_that_share_a_prompt_score_as_if_alone(engine):
 
 def test_an_engine_that_grows_while_it_scores_loses_nothing(checkpoint):
     engine = Engine(checkpoint, GEOMETRY)
-    asked = [Request(f"p{i}", prompt(i), given=(prompt(i + 9, 25),), forward=True) for i in range(6)]
+    asked = [Request(f"p{i}", prompt(i), given=(prompt(i + 9, 25),), forward=True) for i in range(9)]
     before = rows(engine.generate(asked))
     for request in asked:
         engine.submit(request)
-    engine.step()
+    early = rows(engine.step())
+    assert len(early) < len(asked)
     biased = SamplingParams(logit_bias={token: 1.0 for token in range(5, 45)}, max_new_tokens=2)
-    after = rows(engine.generate([Request("larger", prompt(1), biased)]))
+    after = early | rows(engine.generate([Request("larger", prompt(1), biased)]))
     assert after.keys() == before.keys() | {("larger", 0)}
     for name, row in before.items():
         np.testing.assert_array_equal(row.behaviour_logprobs, after[name].behaviour_logprobs)
@@ -210,13 +213,17 @@ def test_b024_b025_entropy_is_of_the_final_distribution():
     assert Distribution.of(only).entropy()[0] == 0.0
 
 
-def test_sequences_longer_than_a_block_are_scored_whole(engine, checkpoint):
-    """Chunks of several blocks, the last one partly empty, against chunks smaller than a block."""
-    wide = Engine(checkpoint, Geometry(slots=1, cache_len=48, prefill_rows=3, prefill_chunk=30))
-    assert 3 * 30 > BLOCK_TOKENS > 2 * GEOMETRY.prefill_chunk
-    params = SamplingParams(frequency_penalty=0.3, no_repeat_ngram_size=3, top_p=0.9)
-    asked = [Request(f"p{i}", prompt(i), params, given=(prompt(i + 9, 28),), forward=True) for i in range(5)]
-    ours, theirs = rows(wide.generate(asked)), rows(engine.generate(asked))
-    for name, row in ours.items():
-        assert row.behaviour_logprobs.size == 28
-        np.testing.assert_allclose(row.behaviour_logprobs, theirs[name].behaviour_logprobs, atol=1e-4)
+def test_sequences_longer_than_a_pass_are_scored_whole(checkpoint):
+    """One that takes more than a pass alone, beside short ones, against their replays."""
+    engine = Engine(checkpoint, Geometry(slots=4, cache_len=320, prefill_chunk=8))
+    assert LANES * LANE_TOKENS < 300
+    params = SamplingParams(frequency_penalty=0.3, no_repeat_ngram_size=3)
+    asked = [
+        Request(f"p{size}", prompt(size), params.replace(max_new_tokens=size), given=(prompt(size, size),))
+        for size in (300, 5, 40)
+    ]
+    replayed = rows(engine.generate(asked))
+    scored = rows(engine.generate(dataclasses.replace(request, forward=True) for request in asked))
+    for name, row in scored.items():
+        np.testing.assert_array_equal(row.completion_tokens, replayed[name].completion_tokens)
+        np.testing.assert_allclose(row.behaviour_logprobs, replayed[name].behaviour_logprobs, atol=1e-4)
