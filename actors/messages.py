@@ -62,6 +62,7 @@ class WorkerDescription:
         checkpoint: what is known of the checkpoint, besides its weights.
         weights_digest: digest of the exact bits of the weights.
         fingerprint: what the bits of results depend on besides the weights.
+        memory: what the engine was planned to hold, in words.
         programs_compiled: programs that the engine holds.
         start_s: seconds it took to load and compile.
     """
@@ -73,6 +74,7 @@ class WorkerDescription:
     checkpoint: CheckpointInfo
     weights_digest: str
     fingerprint: dict[str, Any]
+    memory: str
     programs_compiled: int
     start_s: float
 

@@ -67,6 +67,7 @@ class SamplingWorker:
             checkpoint=checkpoint.info,
             weights_digest=digest,
             fingerprint=self._engine.fingerprint,
+            memory=str(self._engine.memory_plan),
             programs_compiled=self._engine.stats().programs_compiled,
             start_s=time.monotonic() - began,
         )

@@ -125,6 +125,7 @@ def throughput(
         programs_compiled=engine.stats().programs_compiled,
         compiled_during=len(compiled),
         peak_rss_mb=peak_rss_mb,
+        planned_mb={name: round(count / 2**20) for name, count in dataclasses.asdict(engine.memory_plan).items()},
         load_average={"before": before, "after": after},
         fingerprint=engine.fingerprint,
         repeats=tuple(ours),

@@ -70,6 +70,7 @@ class Throughput:
         programs_compiled: by the engine since it was made; compiled_during: by anything in the timed repeats.
         peak_rss_mb: MiB of this process at its peak, the weights' loading included, before it makes the copies that the
             parts of a step need.
+        planned_mb: MiB that the engine's plan allows for weights, cache, state and workspace.
         load_average: the machine's over 1, 5 and 15 minutes, `before` and `after` the timed repeats. Our own threads
             are part of it.
         fingerprint: see sampling/fingerprint.py.
@@ -99,6 +100,7 @@ class Throughput:
     programs_compiled: int
     compiled_during: int
     peak_rss_mb: int
+    planned_mb: dict[str, int]
     load_average: dict[str, tuple[float, float, float]]
     fingerprint: dict[str, Any]
     repeats: tuple[Repeat, ...]
@@ -122,7 +124,7 @@ class Throughput:
             f"occupancy        {self.occupancy:10.1%} of the row-steps"
             + ("" if queued is None else f"   {queued:.1%} while requests waited"),
             f"compiled         {self.programs_compiled:10d} programs, {self.compiled_during} of them in timed repeats",
-            f"peak memory      {self.peak_rss_mb:10d} MiB",
+            f"peak memory      {self.peak_rss_mb:10d} MiB, {sum(self.planned_mb.values())} of them planned",
             f"load average     {before:10.2f} before, {after:.2f} after",
             *(
                 f"{name:16} {peer.tokens_per_s:10.1f} tokens/s; ours is {peer.ratio:.2f} times that"

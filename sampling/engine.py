@@ -11,24 +11,24 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sampling.capacity import Capacity
-from sampling.checkpoints import Checkpoint, CheckpointInfo, load_backend
+from sampling.checkpoints import Checkpoint
 from sampling.decode import Admission, next_logits
 from sampling.engine_stats import EngineStats
-from sampling.errors import CheckpointError, ConfigError, PromptError, RunError
+from sampling.errors import ConfigError, RunError
 from sampling.fingerprint import numerics_fingerprint
+from sampling.intake import Intake
 from sampling.memory_plan import available_bytes, require_memory
 from sampling.models import Transformer
 from sampling.open_group import OpenGroup, Resident
 from sampling.params import SamplingParams
-from sampling.policy import lower, resolved, stack
-from sampling.programs import compile_programs, empty_staging, empty_state
+from sampling.policy import lower, stack
+from sampling.programs import compile_programs, empty_staging, empty_state, is_lost
 from sampling.scoring import KnownSequence, Scorer
 from sampling.state import NO_TOKEN
 from sampling.types import Geometry, Group, Request, StopReason
@@ -85,8 +85,8 @@ class Engine:
         self._params = jax.device_put(
             jax.tree.map(lambda leaf: np.asarray(leaf).astype(DTYPES[dtype], copy=False), checkpoint.params)
         )
-        self._tokenizer = tokenizer = _tokenizer(info)
-        self.vocabulary = Vocabulary.from_tokenizer(tokenizer, info.config.vocab_size) if tokenizer else None
+        self._intake = Intake(info, geometry.cache_len)
+        self.vocabulary = self._intake.vocabulary()
         self._vocabulary = jax.device_put(self.vocabulary or Vocabulary.from_pieces([b"?"]))
         self._state = empty_state(self._model, geometry, self._capacity)
         self._staging = empty_staging(self._model, geometry)
@@ -109,44 +109,42 @@ class Engine:
             PromptError: the prompt leaves no room in the cache, or holds an id that is no token.
             ConfigError: a parameter names an id that is no token, or a text where there is no tokenizer.
         """
-        tokens, known, cache_len = request.prompt_tokens, self.info.tokenizer_len, self.geometry.cache_len
-        if tokens.size >= cache_len:
-            raise PromptError(
-                f"prompt {request.prompt_id!r}: {tokens.size} tokens leave no room in a cache of {cache_len};"
-                " shorten the prompt or raise geometry.cache_len"
-            )
-        longest = max(given.size for given in request.given)
-        if tokens.size + longest > cache_len:
-            raise PromptError(
-                f"prompt {request.prompt_id!r}: {tokens.size} tokens and {longest} given ones do not fit a cache of"
-                f" {cache_len}; raise geometry.cache_len"
-            )
-        for what, ids in (("", tokens), *((" of its given tokens", given) for given in request.given)):
-            outside = np.flatnonzero((ids < 0) | (ids >= known))
-            if outside.size:
-                raise PromptError(
-                    f"prompt {request.prompt_id!r}: expected token ids in 0 .. {known - 1}, got"
-                    f" {ids[outside[0]]} at position {outside[0]}{what}"
-                )
-        params = self._resolved(request)
+        params = self._intake.resolved(request)
         capacity = self._capacity.grown_for(Capacity.needed(params))
         if capacity != self._capacity:
             self._grow(capacity)
-        group = OpenGroup.of(request, params, cache_len)
+        group = OpenGroup.of(request, params, self.geometry.cache_len)
         if request.forward:
             self._score_later(group)
         else:
             self._waiting.append(group)
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Group]:
-        """Submits requests and yields their groups as they finish, in no particular order."""
-        for request in requests:
-            self.submit(request)
-        while not self.idle:
-            yield from self.step()
+        """Submits requests and yields their groups as they finish, in no particular order.
+
+        If it ends early, because something raises or the caller takes no more groups, the rest is withdrawn: `abort`.
+        """
+        try:
+            for request in requests:
+                self.submit(request)
+            while not self.idle:
+                yield from self.step()
+        except BaseException:
+            self.abort()
+            raise
 
     def step(self) -> list[Group]:
-        """Admits what fits, decodes and scores for a while, and returns the groups that finished."""
+        """Admits what fits, decodes and scores for a while, and returns the groups that finished.
+
+        An exception amid that, such as KeyboardInterrupt, withdraws every request: `abort`.
+        """
+        try:
+            return self._advance()
+        except BaseException:
+            self.abort()
+            raise
+
+    def _advance(self) -> list[Group]:
         finished, self._finished = self._finished, []
         if self._scorer and not self._scorer.idle:
             finished += self._score()
@@ -165,6 +163,10 @@ class Engine:
         if self._scorer:
             self._scorer.abort()
         self._free = list(range(self.geometry.slots))[::-1]
+        if is_lost(self._staging):
+            self._staging = empty_staging(self._model, self.geometry)
+        if is_lost(self._state):
+            self._state = empty_state(self._model, self.geometry, self._capacity)
         nobody = jnp.zeros(self.geometry.slots, bool)
         self._state = self._state.replace(rows=self._state.rows.replace(active=nobody))
 
@@ -217,45 +219,24 @@ class Engine:
             **self._counts,
         )
 
-    def _resolved(self, request: Request) -> SamplingParams:
-        """The request's parameters as they take effect, checked against the checkpoint."""
-        where, known, params = f"prompt {request.prompt_id!r}: sampling", self.info.tokenizer_len, request.params
-        if self._tokenizer is None and params.stop:
-            raise ConfigError(f"{where}.stop: {self.info.name} has no tokenizer; give stop_token_ids instead")
-        params = resolved(params, self.info.eos_token_ids, self._tokenizer and self._encode)
-        if params.max_length is not None and request.prompt_tokens.size >= params.max_length:
-            raise ConfigError(
-                f"{where}.max_length: expected more than the prompt's {request.prompt_tokens.size} tokens,"
-                f" got {params.max_length}"
-            )
-        params.require_tokens(known, where)
-        return params
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
     def _grow(self, capacity: Capacity) -> None:
         """Compiles for larger policies, between two decode calls; rows under way keep theirs."""
         log.warning("compiling once more, for policies of %s", capacity)
+        while self._scorer and not self._scorer.idle:
+            self._finished += self._score()
+        self._scorer = None
+        sizes = self.info.tokenizer_len, self.geometry, capacity
+        programs = compile_programs(self._model, *sizes, self._params, self._vocabulary, earlier=self._programs)
         rows = (self._resident.get(slot) for slot in range(self.geometry.slots))
         policies = [lower(row.group.params if row else SamplingParams(), capacity) for row in rows]
         record = self._state.record
         room = ((0, 0), (0, 0), (0, capacity.support - self._capacity.support))
-        self._state = self._state.replace(
-            policy=jax.device_put(stack(policies)),
-            record=record.replace(support=jnp.pad(record.support, room, constant_values=NO_TOKEN)),
-        )
-        while self._scorer and not self._scorer.idle:
-            self._finished += self._score()
-        self._scorer = None
-        self._programs = compile_programs(
-            self._model,
-            self.info.tokenizer_len,
-            self.geometry,
-            capacity,
-            self._params,
-            self._vocabulary,
-            earlier=self._programs,
+        self._programs, self._state = (
+            programs,
+            self._state.replace(
+                policy=jax.device_put(stack(policies)),
+                record=record.replace(support=jnp.pad(record.support, room, constant_values=NO_TOKEN)),
+            ),
         )
         self._capacity = capacity
 
@@ -388,12 +369,3 @@ class Engine:
         closed = [group.closed() for group in groups]
         self._counts["groups"] += len(closed)
         return closed
-
-
-def _tokenizer(info: CheckpointInfo) -> Any:
-    """The checkpoint's tokenizer; None if it has none, which only policies with texts notice."""
-    try:
-        return load_backend(info)
-    except CheckpointError as error:
-        log.warning("no tokenizer, so stop strings and bad words as text are refused: %s", error)
-        return None

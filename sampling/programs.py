@@ -115,5 +115,10 @@ def empty_state(model: Transformer, geometry: Geometry, capacity: Capacity) -> E
     )
 
 
+def is_lost(tree: Any) -> bool:
+    """True if a program that took over these arrays was interrupted before its result replaced them."""
+    return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree))
+
+
 def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)

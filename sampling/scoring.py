@@ -26,6 +26,7 @@ from sampling.decode import TokenRecord, choose
 from sampling.models import KVCache, Transformer
 from sampling.params import SamplingParams
 from sampling.policy import Policy, lower, stack
+from sampling.programs import is_lost
 from sampling.state import StepState
 from sampling.vocabulary import Vocabulary
 
@@ -133,7 +134,8 @@ class Scorer:
         vocabulary: Vocabulary,
     ) -> None:
         self._cache_len, self._capacity = cache_len, capacity
-        self._cache = KVCache.empty(model.config, ROWS, cache_len, model.dtype)
+        self._empty_cache = partial(KVCache.empty, model.config, ROWS, cache_len, model.dtype)
+        self._cache = self._empty_cache()
         self._neutral = lower(SamplingParams(), capacity)
         self._waiting: deque[tuple[KnownSequence, Any]] = deque()
         self._rows: list[_Reading | None] = [None] * ROWS
@@ -162,6 +164,8 @@ class Scorer:
         """Forgets every sequence."""
         self._waiting.clear()
         self._rows = [None] * ROWS
+        if is_lost(self._cache):
+            self._cache = self._empty_cache()
 
     def step(self, params: Any, vocabulary: Vocabulary) -> list[tuple[Any, Scored]]:
         """One pass; returns what it finished: tags and scores, leaves NumPy [completion_len, ...]."""
