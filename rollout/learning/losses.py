@@ -25,8 +25,8 @@ RatioLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
 Correction = Literal["none", "token", "sequence_mean", "sequence_product"]
-"""Whose ratio corrects for the policy that drew: nobody's, the token's, or the sequence's, which is the geometric mean of
-its tokens' ratios, or their product; the product is the unbiased one, and explodes with the length."""
+"""Whose ratio corrects for the policy that drew: nobody's, the token's, or the sequence's, which is the geometric mean
+of its tokens' ratios, or their product; the product is the unbiased one, and explodes with the length."""
 
 Beyond = Literal["truncate", "mask"]
 """What happens to a ratio out of bounds: it is cut at the cap, or what it belongs to is left out."""

@@ -21,6 +21,9 @@ from sampling.models.rope import apply_rope, rope_angles
 
 _normal = nn.initializers.normal(stddev=0.02)
 
+_LAYER_INDEX = 6
+"""Place of `index` among the arguments of a layer's call, counted from `self`."""
+
 
 class Transformer(nn.Module):
     """A Llama-like transformer: RMS norms, rotary positions, grouped-query attention, gated SiLU.
@@ -33,10 +36,13 @@ class Transformer(nn.Module):
         config: the checkpoint's shape.
         dtype: of the parameters and of the matrix products. Norms, softmax and logits are float32
             in any case.
+        remat: a gradient computes each layer again instead of keeping what is inside. No value
+            changes, nor any parameter's name.
     """
 
     config: ModelConfig
     dtype: DTypeLike = jnp.float32
+    remat: bool = False
 
     @property
     def matmul_precision(self) -> str:
@@ -46,7 +52,8 @@ class Transformer(nn.Module):
     def setup(self) -> None:
         config = self.config
         self.embedding = self.param("embedding", _normal, (config.vocab_size, config.width), self.dtype)
-        self.layers = [Layer(config, self.dtype) for _ in range(config.layers)]
+        kind = nn.remat(Layer, static_argnums=_LAYER_INDEX) if self.remat else Layer
+        self.layers = [kind(config, self.dtype) for _ in range(config.layers)]
         self.final_norm = RMSNorm(config.norm_eps, self.dtype)
         if not config.tied_head:
             self.head = self.param("head", _normal, (config.vocab_size, config.width), self.dtype)
@@ -75,7 +82,8 @@ class Transformer(nn.Module):
         """
         config = self.config
         angles = rope_angles(config, positions)
-        x = jnp.asarray(self.embedding, self.dtype)[tokens]
+        # Cast after the look-up, so that gradients of a float32 embedding add up in float32.
+        x = jnp.asarray(self.embedding)[tokens].astype(self.dtype)
         keys, values = [], []
         for index, layer in enumerate(self.layers):
             x, new = layer(x, positions, angles, cache, cache_rows, index)
