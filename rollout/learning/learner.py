@@ -99,7 +99,7 @@ class Learner:
         self._scores = jax.jit(objective.scores)
         self._zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like))
         self._accumulate = jax.jit(accumulate, donate_argnums=0)
-        self._norm = jax.jit(optax.global_norm)
+        self._norm = jax.jit(optax.tree.norm)
         self._apply = jax.jit(apply, donate_argnums=(0, 1))
 
     @property

@@ -100,11 +100,11 @@ def token_scores(
         hidden, token, temperature, support, mask = these
 
         def of_some() -> TokenScores:
-            # Hidden states behind a sequence's end are no sequence's, and may be anything.
+            # What lies under the mask may be anything, and the gradient of anything may be NaN.
             logits = forward(jnp.where(mask[:, None], hidden, 0))
             ids = jnp.broadcast_to(jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, :], logits.shape)
             whole = _logprobs(jax.lax.stop_gradient(logits), jnp.ones_like(logits, bool), token[:, None], ids)
-            scores = logits / temperature[:, None]
+            scores = logits / jnp.where(mask, temperature, 1.0)[:, None]
             law = _logprobs(scores, ids < tokenizer_len, token[:, None], ids)
             if support.shape[1]:
                 kept = jnp.take_along_axis(scores, jnp.maximum(support, 0), axis=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,8 +84,8 @@ class StepMetrics:
     explained_variance: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values by name."""
-        return dataclasses.asdict(self)
+        """Plain JSON values by name; None for what is not finite."""
+        return {name: value if _is_plain(value) else None for name, value in dataclasses.asdict(self).items()}
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class Update:
     applied: bool
 
 
+@np.errstate(over="ignore", invalid="ignore")  # what is not finite is told as such
 def of_step(
     step: int,
     batch: TrainBatch,
@@ -163,6 +165,10 @@ def of_step(
         advantage_std=float(batch.advantages[mask].std(dtype=np.float64)),
         explained_variance=_explained_variance(batch),
     )
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _mean(values: list[float | None]) -> float | None:
