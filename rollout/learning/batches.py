@@ -113,7 +113,7 @@ class TrainBatch(struct.PyTreeNode):
             if trajectory.failed:
                 continue
             drawn = slice(trajectory.given_len, trajectory.completion_len)
-            batch.temperature[row] = require_learnable(trajectory).temperature
+            batch.temperature[row] = _learnable(trajectory).temperature
             batch.behaviour_logprobs[row, drawn] = trajectory.behaviour_logprobs[drawn]
             batch.policy_versions[row, drawn] = trajectory.policy_versions[drawn]
             batch.mask[row, drawn] = True
@@ -134,36 +134,49 @@ class TrainBatch(struct.PyTreeNode):
         return self.mask.shape[1]
 
 
-def require_learnable(trajectory: Trajectory) -> SamplingParams:
-    """The trajectory's policy, if its probabilities follow from scores, temperature and recorded support.
+def require_learnable(params: SamplingParams, place: str = "") -> list[str]:
+    """Checks that a policy's probabilities follow from scores, temperature and recorded support.
 
+    Args:
+        place: begins the message.
+    Returns:
+        The truncations that are on, by name; with any, every token needs its recorded support.
     Raises:
         ConfigError: they do not; the message names the parameter, and what to do.
     """
-    place = f"trajectory of prompt {trajectory.prompt_id!r}, sample {trajectory.sample_index}"
-    params = SamplingParams.from_dict(trajectory.policy)
     if params.greedy:
         raise ConfigError(
-            f"{place}: sampling.temperature: expected more than 0, got 0; a greedy row has no probabilities to learn"
+            f"{place}sampling.temperature: expected more than 0, got 0; a greedy row has no probabilities to learn"
             " from, draw with a temperature"
         )
-    for field in dataclasses.fields(SamplingParams):
-        value = getattr(params, field.name)
-        if field.name in FREE or value == field.default:
-            continue
-        said = f"{place}: sampling.{field.name} = {value!r}"
-        if field.name not in TRUNCATIONS:
+    fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    changed = [name for name, default in fields.items() if name not in FREE and getattr(params, name) != default]
+    for name in changed:
+        if name not in TRUNCATIONS:
             raise ConfigError(
-                f"{said}: expected its default {field.default!r}; a learner knows temperature and truncation alone,"
-                " leave it out"
+                f"{place}sampling.{name} = {getattr(params, name)!r}: expected its default {fields[name]!r}; a learner"
+                " knows temperature and truncation alone, leave it out"
             )
-        bare = np.flatnonzero(trajectory.support_sizes[trajectory.given_len :] == 0) + trajectory.given_len
-        if bare.size:
+        if not params.record_support:
             raise ConfigError(
-                f"{said}: expected the recorded support of every drawn token, got none of token {bare[0]}; draw with"
-                f" sampling.record_support above the largest support (it is {params.record_support}, 1024 at most),"
-                f" or leave {field.name} out"
+                f"{place}sampling.{name} = {getattr(params, name)!r}: expected sampling.record_support above 0, got 0;"
+                f" a learner needs what was left of the vocabulary (1024 ids at most), or leave {name} out"
             )
+    return changed
+
+
+def _learnable(trajectory: Trajectory) -> SamplingParams:
+    """The policy of a trajectory that can be learnt from; raises ConfigError for another one's."""
+    place = f"trajectory of prompt {trajectory.prompt_id!r}, sample {trajectory.sample_index}: "
+    params = SamplingParams.from_dict(trajectory.policy)
+    truncations = require_learnable(params, place)
+    bare = np.flatnonzero(trajectory.support_sizes[trajectory.given_len :] == 0) + trajectory.given_len
+    if truncations and bare.size:
+        raise ConfigError(
+            f"{place}sampling.{truncations[0]}: expected the recorded support of every drawn token, got none of token"
+            f" {bare[0]}; draw with a larger sampling.record_support (it is {params.record_support}, 1024 at most), or"
+            f" leave {truncations[0]} out"
+        )
     return params
 
 

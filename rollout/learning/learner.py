@@ -78,7 +78,8 @@ class Learner:
         log.info("memory of a step: %s", self.memory_plan)
         objective = Objective.of(info.config, info.tokenizer_len, learner, algorithm)
         self._precision = objective.model.matmul_precision
-        self._rates, self._optimizer = learning_rates(learner), optimizer(learner)
+        self._rates: Any = learning_rates(learner)
+        self._optimizer: Any = optimizer(learner)
         weights = initial_weights(checkpoint.params, info.config.width, algorithm.value_head)
         zero = np.zeros((), np.int32)
         self._state = LearnerState(weights, self._optimizer.init(weights), zero, zero)
@@ -179,7 +180,7 @@ class Learner:
         if not algorithm.reference or algorithm.kl_in != "reward":
             return None
         assert before is not None
-        estimate = kl_estimate(before, batch.reference_logprobs, batch.mask, algorithm.kl)
+        estimate = kl_estimate(jnp.asarray(before), batch.reference_logprobs, batch.mask, algorithm.kl)
         return algorithm.kl_coefficient * np.asarray(estimate, np.float64)
 
     def _scored(self, weights: Weights, batch: TrainBatch) -> Any:

@@ -54,7 +54,7 @@ class LearnerMemoryPlan:
         kept = config.layers * tokens * config.width * 4
         scores = SCORE_ARRAYS * min(learner.logit_tokens, tokens) * config.vocab_size * 4
         hidden = 4 * tokens * config.width * 4
-        layers = kept + inside if learner.remat else config.layers * inside
+        layers = kept + inside if learner.remat else config.layers * inside // 2 + inside
         return cls(
             weights=weights,
             moments=2 * weights,

@@ -7,6 +7,7 @@ step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,12 +18,10 @@ from jax.typing import DTypeLike
 from sampling.models.attention import attend, attend_cached, visible_keys
 from sampling.models.config import ModelConfig
 from sampling.models.kv_cache import KVCache
+from sampling.models.remat import rematerialised
 from sampling.models.rope import apply_rope, rope_angles
 
 _normal = nn.initializers.normal(stddev=0.02)
-
-_LAYER_INDEX = 6
-"""Place of `index` among the arguments of a layer's call, counted from `self`."""
 
 
 class Transformer(nn.Module):
@@ -52,8 +51,7 @@ class Transformer(nn.Module):
     def setup(self) -> None:
         config = self.config
         self.embedding = self.param("embedding", _normal, (config.vocab_size, config.width), self.dtype)
-        kind = nn.remat(Layer, static_argnums=_LAYER_INDEX) if self.remat else Layer
-        self.layers = [kind(config, self.dtype) for _ in range(config.layers)]
+        self.layers = [Layer(config, self.dtype) for _ in range(config.layers)]
         self.final_norm = RMSNorm(config.norm_eps, self.dtype)
         if not config.tied_head:
             self.head = self.param("head", _normal, (config.vocab_size, config.width), self.dtype)
@@ -86,11 +84,24 @@ class Transformer(nn.Module):
         x = jnp.asarray(self.embedding)[tokens].astype(self.dtype)
         keys, values = [], []
         for index, layer in enumerate(self.layers):
+            if self.remat and cache is None and not self.is_initializing():
+                x = self._rematerialised(index)(x, layer.variables, positions, angles)
+                continue
             x, new = layer(x, positions, angles, cache, cache_rows, index)
             keys.append(new[0])
             values.append(new[1])
         hidden = self.final_norm(x)
         return hidden, None if cache is None else KVCache(keys=tuple(keys), values=tuple(values))
+
+    def _rematerialised(self, index: int) -> Callable[..., jax.Array]:
+        """A layer without a cache, as a function of its input, its variables, positions and angles."""
+        layer = Layer(self.config, self.dtype, parent=None)
+
+        def call(x: jax.Array, variables: Any, positions: jax.Array, angles: Any) -> jax.Array:
+            forward: Any = layer.apply
+            return forward(variables, x, positions, angles, None, None, index)[0]
+
+        return rematerialised(call)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of the next token: hidden [..., width] to float32 [..., vocab]."""
