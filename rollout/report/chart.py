@@ -9,12 +9,17 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """y over x, both [points]; NaN in y is a gap. `dots` marks every point: those of an evaluation are few."""
+    """y over x, both [points]; NaN in y is a gap.
+
+    `dots` marks every point and joins them: those of an evaluation are few. `extreme` is a largest value, of which no
+    mean is taken.
+    """
 
     x: np.ndarray
     y: np.ndarray
     label: str
     dots: bool = False
+    extreme: bool = False
 
 
 @dataclass(frozen=True, eq=False)

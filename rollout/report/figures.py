@@ -10,7 +10,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from rollout.report.chart import Band, Bars, Chart, Line, Stack
 
@@ -23,12 +23,15 @@ THEME = {INK: "--ink", MUTED: "--muted", RULE: "--rule"} | {
 }
 """Which variable of the page's style stands behind each colour."""
 
-_SIZE = (4.6, 2.75)  # inches
+_SIZE = (4.2, 2.55)  # inches
 _DPI = 200
+_LINE_HEIGHT = 0.075
+"""Of small type, as a share of the height of the axes."""
 _SMOOTH_FROM = 60
-"""Points from which on a line is shown as a moving mean over the pale line itself."""
+"""Points beyond which a line is shown as a moving mean over the pale line itself."""
 _STYLE = {
     "font.size": 8,
+    "text.parse_math": False,  # names of metrics are no formulas
     "svg.fonttype": "none",  # text stays text: small, and in the page's own type
     "axes.edgecolor": MUTED,
     "axes.labelcolor": MUTED,
@@ -79,10 +82,10 @@ def overview(charts: list[Chart]) -> bytes:
     rows = -(-len(charts) // columns)
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(_SIZE[0] * columns, _SIZE[1] * rows), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False).flat
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for ax, chart in zip(axes, charts, strict=False):
             _fill(ax, chart)
-        for ax in list(axes)[len(charts) :]:
+        for ax in axes[len(charts) :]:
             ax.set_axis_off()
         png = io.BytesIO()
         figure.savefig(png, format="png", dpi=_DPI * 3 // 4, facecolor="white", metadata={"Software": None})
@@ -98,18 +101,22 @@ def moving_mean(y: np.ndarray, width: int) -> np.ndarray:
 
 def _fill(ax: Axes, chart: Chart) -> None:
     labels, smoothed = 0, 0
+    ends: list[tuple[float, str]] = []
     colours = iter(SERIES * 2)
     ax.set_title(chart.title, loc="left", fontsize=9.5, fontweight="bold", pad=18)
-    if chart.unit:
-        ax.set_title(chart.unit, loc="right", fontsize=7.5, color=MUTED, pad=18)
+    ax.set_title(chart.unit, loc="right", fontsize=7.5, color=MUTED, pad=18)
+    if chart.reference is not None:
+        ax.axhline(chart.reference, color=MUTED, linewidth=0.8, linestyle=(0, (3, 3)))
     for mark in chart.marks:
         match mark:
             case Line():
-                smoothed = max(smoothed, _line(ax, mark, next(colours)))
+                colour = next(colours)
+                width, last = _line(ax, mark, colour)
+                smoothed = max(smoothed, width)
+                ends.append((last, colour))
                 labels += 1
             case Band():
-                colour = SERIES[0]
-                ax.fill_between(mark.x, mark.low, mark.high, color=colour, alpha=0.22, linewidth=0, label=mark.label)
+                ax.fill_between(mark.x, mark.low, mark.high, color=SERIES[0], alpha=0.22, linewidth=0, label=mark.label)
                 labels += 1
             case Stack():
                 parts = [np.nan_to_num(part) for part in mark.parts]
@@ -122,49 +129,60 @@ def _fill(ax: Axes, chart: Chart) -> None:
                     ax.stairs(below + part, mark.edges, baseline=below, fill=True, color=next(colours), label=label)
                     below = below + part
                 labels += len(mark.parts)
-    if chart.reference is not None:
-        ax.axhline(chart.reference, color=MUTED, linewidth=0.8, linestyle=(0, (3, 3)))
     _scale(ax, chart)
+    _write_ends(ax, ends)
     if labels > 1:
         ax.legend(loc="lower left", bbox_to_anchor=(-0.015, 0.985), ncols=4, borderaxespad=0.1)
     ax.set_xlabel(f"{chart.xlabel} (bold: mean over {smoothed})" if smoothed else chart.xlabel, fontsize=7.5)
 
 
-def _line(ax: Axes, line: Line, colour: str) -> int:
-    """Draws a line and writes its last number beside it; returns the points of a moving mean, 0 without one."""
+def _line(ax: Axes, line: Line, colour: str) -> tuple[int, float]:
+    """Draws a line; returns the points of its moving mean, 0 without one, and the last number drawn."""
     measured = np.isfinite(line.y)
     x, y = line.x[measured], line.y[measured]
-    if not x.size:
-        return 0
-    if line.dots or x.size <= _SMOOTH_FROM:
-        # Evaluations are joined across the steps between them; elsewhere a gap stays a gap.
-        shown = (x, y) if line.dots else (line.x, line.y)
-        size = 3.5 if line.dots else 2.2
-        ax.plot(*shown, color=colour, linewidth=1.4, marker="o", markersize=size, label=line.label)
-        width, last = 0, y[-1]
+    if line.dots:
+        ax.plot(x, y, color=colour, linewidth=1.3, marker="o", markersize=3.5, label=line.label)
+    elif x.size <= _SMOOTH_FROM:
+        ax.plot(line.x, line.y, color=colour, linewidth=1.3, marker="o", markersize=2.2, label=line.label)
+    elif line.extreme:
+        ax.plot(line.x, line.y, color=colour, linewidth=0.8, label=line.label)
     else:
         width = line.x.size // 20 | 1
         smooth = moving_mean(line.y, width)
         ax.plot(line.x, line.y, color=colour, linewidth=0.7, alpha=0.35)
         ax.plot(line.x, smooth, color=colour, linewidth=1.7, label=line.label)
-        last = smooth[measured][-1]
-    ax.annotate(
-        f"{last:.3g}", (x[-1], last), xytext=(5, 0), textcoords="offset points", va="center",
-        fontsize=7.5, color=colour, annotation_clip=False,
-    )  # fmt: skip
-    return width
+        return width, smooth[measured][-1]
+    return 0, y[-1]
 
 
 def _scale(ax: Axes, chart: Chart) -> None:
-    lines = [mark.y[np.isfinite(mark.y)] for mark in chart.marks if isinstance(mark, Line)]
-    if chart.log and any((line > 0).any() for line in lines):
+    bars = any(isinstance(mark, Bars) for mark in chart.marks)
+    ax.margins(x=0 if bars else 0.015)
+    ax.xaxis.set_major_locator(MaxNLocator(6, integer=not bars))
+    if chart.log and any((mark.y > 0).any() for mark in chart.marks if isinstance(mark, Line)):
         ax.set_yscale("log", nonpositive="mask")
+        low, high = ax.get_ylim()
+        ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,)))
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        ax.yaxis.set_minor_locator(NullLocator())
     else:
         low, high = ax.get_ylim()
         ax.set_ylim(min(low, *chart.span) if chart.span else low, max(high, *chart.span) if chart.span else high)
+        ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
         ax.ticklabel_format(axis="y", useOffset=False)
-        ax.yaxis.set_major_locator(MaxNLocator(5))
-    ax.xaxis.set_major_locator(MaxNLocator(6, integer=not any(isinstance(mark, Bars) for mark in chart.marks)))
+
+
+def _write_ends(ax: Axes, ends: list[tuple[float, str]]) -> None:
+    """Writes the last number of each line beside it, but none upon another: the lines before have precedence."""
+    taken: list[float] = []
+    for last, colour in ends:
+        height = ax.transAxes.inverted().transform(ax.transData.transform((0, last)))[1]
+        if all(abs(height - other) > _LINE_HEIGHT for other in taken):
+            taken.append(height)
+            ax.annotate(
+                f"{last:,.0f}" if abs(last) >= 1000 else f"{last:.3g}", (1, last), xycoords=("axes fraction", "data"), xytext=(3, 0),
+                textcoords="offset points", va="center", fontsize=7.5, color=colour, annotation_clip=False,
+            )  # fmt: skip
 
 
 def _svg(figure: Figure, chart: Chart) -> str:
@@ -174,6 +192,7 @@ def _svg(figure: Figure, chart: Chart) -> str:
     svg = text.getvalue()[text.getvalue().index("<svg") :]
     for colour, variable in THEME.items():
         svg = svg.replace(colour, f"var({variable})")
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # it would hold for the whole page
     # Names of parts would not be unique in a page; those of clips and markers are, and are referred to.
     svg = re.sub(r' id="(?:figure|axes|text|patch|line2d|matplotlib|xtick|ytick)[^"]*"', "", svg)
     return re.sub(r'^<svg[^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', svg, count=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from urllib.parse import quote
 
 import numpy as np
 
@@ -80,8 +81,8 @@ _PANELS = (
     _Panel(
         "mismatch",
         POLICY,
-        "Recorded against rescored log-prob",
-        "nats, absolute",
+        "Log-prob mismatch",
+        "nats, recorded against rescored",
         (("mismatch_p999", "99.9 %"), ("mismatch_max", "largest")),
         log=True,
     ),
@@ -93,7 +94,7 @@ _PANELS = (
         "seconds",
         MACHINE,
         "Time of a step",
-        "s",
+        "seconds",
         (("step_s", "whole step"),),
         stacked=(("generate_s", "generate"), ("learn_s", "learn")),
         span=(0,),
@@ -124,7 +125,7 @@ def training_charts(metrics: Metrics) -> tuple[list[Chart], list[str]]:
     for name, column in metrics.columns.items():
         if name not in known:
             line = Line(metrics.steps, column, name, dots=bool(np.isnan(column).mean() > 0.5))
-            charts.append(Chart(f"other-{_file_name(name)}", OTHER, name, "", (line,)))
+            charts.append(Chart(f"other-{quote(name, safe='')}", OTHER, name, "", (line,)))
     return charts, absent
 
 
@@ -160,7 +161,7 @@ def sampling_charts(tally: Tally) -> list[Chart]:
 def _marks(panel: _Panel, metrics: Metrics) -> tuple[Mark, ...]:
     steps, columns = metrics.steps, metrics.columns
     marks: list[Mark] = [
-        Line(steps, columns[name], label, dots=name.startswith("eval_"))
+        Line(steps, columns[name], label, dots=name.startswith("eval_"), extreme=name.endswith("_max"))
         for name, label in panel.lines
         if name in columns
     ]
@@ -185,7 +186,3 @@ def _edges(values: Sequence[float]) -> np.ndarray:
         width = max(1, int(np.ceil((high - low + 1) / _MAX_BINS)))
         return np.arange(low - 0.5, high + width + 0.5, width)
     return np.linspace(low, high, _MAX_BINS + 1)
-
-
-def _file_name(name: str) -> str:
-    return "".join(char if char.isalnum() or char in "-_" else "_" for char in name)

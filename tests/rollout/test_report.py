@@ -175,9 +175,8 @@ def test_text_of_a_run_stays_text(run):
         config.write(f"comment: {json.dumps(EVIL)}\n")
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps({"step": 13, EVIL: 1.0}) + "\n")
-    before, page = Page(write_report(run, run / "plain").page), Page(write_report(run).page)
+    page = Page(write_report(run).page)
     assert len(page.scripts) == 2 and "alert(1)" not in page.scripts[1]
-    assert [tag for tag, _ in page.elements] == [tag for tag, _ in before.elements]
     assert not any(tag == "img" or "onerror" in attributes for tag, attributes in page.elements)
     shown = page.views["Samples"][0]
     assert "".join(shown["samples"][0]["pieces"]) == shown["prompt"] == shown["prompt_id"] == visible(EVIL)
@@ -348,7 +347,6 @@ def test_characters_that_steer_a_display_are_written_out():
 def test_a_sampling_run_is_reported_too(tmp_path):
     write_run(tmp_path / "run", [f"p{index}" for index in range(100)])
     result = call(tmp_path / "run", "--out", tmp_path / "page")
-    assert result.exit_code == 1 or result.exit_code == 0
     page = Page(tmp_path / "page" / "index.html")
     assert result.exit_code == 0 and not (tmp_path / "run" / "report").exists()
     assert len(page.views["Samples"]) == MAX_STEPS * MAX_GROUPS

@@ -92,8 +92,8 @@ def metrics(step: int, skill: float, rng: np.random.Generator) -> dict[str, Any]
 
 def sums(prompt_id: str, n: int, skill: float, step: int, encode: Encode, greedy: bool = False) -> list[Trajectory]:
     """A group of completions of one sum; with skill 1 nearly all of them are right."""
+    a, b = (int(number) for number in np.random.default_rng([*prompt_id.encode()]).integers(11, 60, 2))
     rng = np.random.default_rng([step, *prompt_id.encode()])
-    a, b = (int(number) for number in rng.integers(11, 60, 2))
     prompt = np.array(encode(f"What is {a} + {b}? Think, then give the number.\n"), np.int32)
     return [_sum(prompt_id, index, prompt, a, b, rng.random() < skill, step, encode, rng, greedy) for index in range(n)]
 

@@ -23,6 +23,8 @@
   };
   const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 
+  const placeOf = (sample, index) => (index < sample.gap ? index : index + sample.left_out);
+
   function versionAt(sample, index) {
     for (const [version, count] of sample.runs) {
       if (index < count) return version;
@@ -40,7 +42,7 @@
     });
     const value = sample[colour][index];
     if (value !== null) made.style.background = heat(value);
-    if (index < sample.given) made.classList.add("given");
+    if (placeOf(sample, index) < sample.given) made.classList.add("given");
     if (turns.has(index)) made.classList.add("turn");
     tokens.set(made, [sample, index]);
     return made;
@@ -57,7 +59,7 @@
     if (sample.caption) head.append(element("b", "", sample.caption));
     fact(sample.reward === null ? "no reward" : `reward ${Number(sample.reward.toFixed(4))}`, "", "reward");
     fact(`sample ${sample.index}`);
-    fact(sample.stop, "why it ended");
+    fact(`ended by ${sample.stop}`);
     fact(plural(sample.length, "token"));
     if (sample.versions.length) {
       const [first, last] = sample.versions;
@@ -167,7 +169,7 @@
       ["kept mass", number(sample.kept[index])],
       ["entropy", number(sample.entropy[index])],
       ["version", versionAt(sample, index)],
-      ["token", `${index < sample.gap ? index : index + sample.left_out} of 0 – ${sample.length - 1}`],
+      ["token", `${placeOf(sample, index)} of 0 – ${sample.length - 1}`],
     ];
     const table = element("table");
     rows.forEach(([name, value]) => {
