@@ -15,7 +15,7 @@ from rollout.report.reading import Shown
 from rollout.trajectory import Trajectory
 
 MAX_TOKENS = 100_000
-"""Tokens of completions in one page: some 10 MB."""
+"""Tokens of completions in one page: some 5 MB."""
 _SHORTEST = 64
 """Tokens of a completion that are shown in any case."""
 _MAX_PROMPT_TOKENS = 2000
@@ -64,7 +64,7 @@ def _sample(row: Trajectory, caption: str, bytes_of: Bytes, longest: int) -> dic
     left_out = max(row.completion_len - longest, 0)
     gap = longest * 3 // 4 if left_out else row.completion_len
     places = np.concatenate([places[:gap], places[gap + left_out :]])
-    pieces = spell(row.completion_tokens, bytes_of, before=row.prompt_tokens[-4:])
+    pieces = spell(row.completion_tokens, bytes_of, before=row.prompt_tokens[-4:].tolist())
     versions = row.policy_versions
     return {
         "caption": caption,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -29,7 +30,7 @@ _LINE_HEIGHT = 0.075
 """Of small type, as a share of the height of the axes."""
 _SMOOTH_FROM = 60
 """Points beyond which a line is shown as a moving mean over the pale line itself."""
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.size": 8,
     "text.parse_math": False,  # names of metrics are no formulas
     "svg.fonttype": "none",  # text stays text: small, and in the page's own type
@@ -125,8 +126,9 @@ def _fill(ax: Axes, chart: Chart) -> None:
                 labels += len(parts)
             case Bars():
                 below = np.zeros(mark.edges.size - 1)
+                centres, widths = (mark.edges[1:] + mark.edges[:-1]) / 2, np.diff(mark.edges)
                 for part, label in zip(mark.parts, mark.labels, strict=True):
-                    ax.stairs(below + part, mark.edges, baseline=below, fill=True, color=next(colours), label=label)
+                    ax.bar(centres, part, widths * 0.86, bottom=below, color=next(colours), linewidth=0, label=label)
                     below = below + part
                 labels += len(mark.parts)
     _scale(ax, chart)
@@ -156,9 +158,9 @@ def _line(ax: Axes, line: Line, colour: str) -> tuple[int, float]:
 
 
 def _scale(ax: Axes, chart: Chart) -> None:
-    bars = any(isinstance(mark, Bars) for mark in chart.marks)
-    ax.margins(x=0 if bars else 0.015)
-    ax.xaxis.set_major_locator(MaxNLocator(6, integer=not bars))
+    edges = next((mark.edges for mark in chart.marks if isinstance(mark, Bars)), None)
+    ax.margins(x=0.015)
+    ax.xaxis.set_major_locator(MaxNLocator(6, integer=edges is None or np.diff(edges)[0] >= 1))
     if chart.log and any((mark.y > 0).any() for mark in chart.marks if isinstance(mark, Line)):
         ax.set_yscale("log", nonpositive="mask")
         low, high = ax.get_ylim()
@@ -180,9 +182,16 @@ def _write_ends(ax: Axes, ends: list[tuple[float, str]]) -> None:
         if all(abs(height - other) > _LINE_HEIGHT for other in taken):
             taken.append(height)
             ax.annotate(
-                f"{last:,.0f}" if abs(last) >= 1000 else f"{last:.3g}", (1, last), xycoords=("axes fraction", "data"), xytext=(3, 0),
-                textcoords="offset points", va="center", fontsize=7.5, color=colour, annotation_clip=False,
-            )  # fmt: skip
+                f"{last:,.0f}" if abs(last) >= 1000 else f"{last:.3g}",
+                (1, last),
+                xycoords=("axes fraction", "data"),
+                xytext=(3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=7.5,
+                color=colour,
+                annotation_clip=False,
+            )
 
 
 def _svg(figure: Figure, chart: Chart) -> str:

@@ -13,6 +13,7 @@ from rollout.report.metrics import Metrics
 from rollout.report.tally import PlaceMeans, Tally
 
 LEARNING, POLICY, MACHINE, OTHER = "Learning", "Policy", "Machine", "Other metrics"
+DISTRIBUTIONS, PLACES = "Distributions", "Along the completion"
 
 _MAX_BINS = 40
 _MIN_SAMPLES = 5
@@ -133,17 +134,17 @@ def sampling_charts(tally: Tally) -> list[Chart]:
     """The figures of a sampling run."""
     charts = []
     if tally.rewards:
-        edges = _edges(tally.rewards)
+        edges = bin_edges(tally.rewards)
         counts = np.histogram(tally.rewards, edges)[0]
         charts.append(
-            Chart("reward", "Completions", "Reward", "samples", (Bars(edges, (counts,), ("samples",)),), "reward")
+            Chart("reward", DISTRIBUTIONS, "Reward", "samples", (Bars(edges, (counts,), ("samples",)),), "reward")
         )
     if tally.lengths:
-        edges = _edges([length for lengths in tally.lengths.values() for length in lengths])
+        edges = bin_edges([length for lengths in tally.lengths.values() for length in lengths])
         reasons = sorted(tally.lengths, key=lambda reason: -len(tally.lengths[reason]))
         parts = tuple(np.histogram(tally.lengths[reason], edges)[0] for reason in reasons)
         bars = Bars(edges, parts, tuple(str(reason) for reason in reasons))
-        charts.append(Chart("lengths", "Completions", "Completion length", "samples", (bars,), "tokens"))
+        charts.append(Chart("lengths", DISTRIBUTIONS, "Completion length", "samples", (bars,), "tokens"))
     least = min(_MIN_SAMPLES, max(tally.samples - tally.failed, 1))
     by_place: Sequence[tuple[str, str, str, PlaceMeans, tuple[float, ...]]] = (
         ("logprobs", "Behaviour log-prob", "nats, mean over samples", tally.logprobs, (0,)),
@@ -154,7 +155,7 @@ def sampling_charts(tally: Tally) -> list[Chart]:
         means = places.means(least)
         if np.isfinite(means).any():
             line = Line(np.arange(means.size), means, "mean")
-            charts.append(Chart(name, "Tokens", title, unit, (line,), "place in the completion", span=span))
+            charts.append(Chart(name, PLACES, title, unit, (line,), "place in the completion", span=span))
     return charts
 
 
@@ -179,10 +180,10 @@ def _is_wide(values: np.ndarray) -> bool:
     return bool(positive.size) and positive.max() > _WIDE * positive.min()
 
 
-def _edges(values: Sequence[float]) -> np.ndarray:
+def bin_edges(values: Sequence[float]) -> np.ndarray:
     """Edges of bins of equal width; whole numbers stand in the middle of theirs."""
     low, high = min(values), max(values)
     if all(float(value).is_integer() for value in values):
         width = max(1, int(np.ceil((high - low + 1) / _MAX_BINS)))
         return np.arange(low - 0.5, high + width + 0.5, width)
-    return np.linspace(low, high, _MAX_BINS + 1)
+    return np.linspace(low, high, _MAX_BINS + 1) if low < high else np.array([low - 0.5, low + 0.5])

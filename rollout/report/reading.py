@@ -146,7 +146,8 @@ def _read_sampling(path: Path) -> RunRecord:
     manifest = read_manifest(path)
     if not manifest.shards:
         raise RunError(f"{path}: no group is finished yet; try again when the run has committed some")
-    run = RunRecord(path, read_values(path / CONFIG_NAME), _changed_at(path / MANIFEST_NAME), tally=Tally(manifest))
+    tally = Tally(manifest)
+    run = RunRecord(path, read_values(path / CONFIG_NAME), _changed_at(path / MANIFEST_NAME), tally=tally)
     most = MAX_STEPS * MAX_GROUPS
     chosen = set(evenly(manifest.groups, most))
     first = 0
@@ -159,7 +160,7 @@ def _read_sampling(path: Path) -> RunRecord:
         else:
             for index, (_, rows) in enumerate(groupby(_rows(file, run), key=lambda row: row.prompt_id), first):
                 group = list(rows)
-                run.tally.add(group)
+                tally.add(group)
                 if index in chosen:
                     run.groups.append(_shown("", group))
         first += shard.groups

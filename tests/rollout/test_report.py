@@ -25,7 +25,7 @@ from rollout.report.figures import THEME, moving_mean
 from rollout.report.job import write_report
 from rollout.report.metrics import read_metrics
 from rollout.report.page import embedded_json
-from rollout.report.panels import training_charts
+from rollout.report.panels import bin_edges, training_charts
 from rollout.report.pieces import spell, visible
 from rollout.report.reading import MAX_GROUPS, MAX_SAMPLES, MAX_STEPS, evenly, read_run
 from rollout.rewards import Score
@@ -219,6 +219,12 @@ def test_metrics_that_were_not_measured_are_named_and_the_rest_is_drawn(run):
     assert "loss is NaN or infinite at 1 step(s)" in text
 
 
+def test_a_step_without_any_number_is_a_page_without_figures(run):
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    report = write_report(run)
+    assert report.figures == () and len(Page(report.page).views["Samples"]) == 12 * MAX_GROUPS
+
+
 def test_of_a_step_that_was_taken_twice_the_later_counts(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(
@@ -354,6 +360,21 @@ def test_a_sampling_run_is_reported_too(tmp_path):
         f.name for f in (tmp_path / "page").iterdir()
     }
     assert "64 of 100 prompts are shown" in page.text
+
+
+@pytest.mark.parametrize(
+    ("values", "edges"),
+    [
+        ([0.0, 1.0, 1.0], [-0.5, 0.5, 1.5]),
+        ([3, 3], [2.5, 3.5]),
+        ([0.25, 0.25], [-0.25, 0.75]),
+        ([0.5, 2.5], np.linspace(0.5, 2.5, 41)),
+        ([1, 90], np.arange(0.5, 91, 3)),
+    ],
+)
+def test_every_number_falls_into_a_bin(values, edges):
+    np.testing.assert_allclose(bin_edges(values), edges)
+    assert np.histogram(values, bin_edges(values))[0].sum() == len(values)
 
 
 def test_a_sampling_run_with_a_damaged_file_is_reported_without_it(tmp_path):

@@ -186,7 +186,9 @@
   }
 
   by("samples").addEventListener("pointerover", (event) => tip(event.target.closest(".t")));
-  by("samples").addEventListener("pointerleave", () => tip(null));
+  // A finger leaves at once when it is lifted: what it has shown stays until it touches something else.
+  by("samples").addEventListener("pointerleave", (event) => event.pointerType === "mouse" && tip(null));
+  addEventListener("pointerdown", (event) => event.target.closest?.(".t") || tip(null));
   addEventListener("scroll", () => tip(null), { passive: true, capture: true });
   by("previous").addEventListener("click", () => go(group - 1));
   by("next").addEventListener("click", () => go(group + 1));
