@@ -25,8 +25,8 @@ from sampling.vocabulary import vocabulary_pieces
 PAGE_NAME = "index.html"
 OVERVIEW_NAME = "overview.png"
 
-_ENDS = 0.05
-"""Share of the steps at either end over which a first and a last number are averaged."""
+_ENDS = 20
+"""One part in so many of the steps, at either end, is what a first and a last number are averaged over."""
 _MOST_ENDS = 10
 _IN_OVERVIEW = ("reward", "accuracy", "lengths", "kl", "entropy", "mismatch", "lag", "throughput", "occupancy")
 
@@ -130,7 +130,7 @@ def _spelling(run: RunRecord) -> Callable[[int], bytes]:
 def _training_tiles(metrics: Metrics) -> list[Tile]:
     tiles = []
     if (rewards := metrics.measured("reward_mean")).size:
-        tiles.append(_first_to_last("reward", rewards, ends=min(_MOST_ENDS, int(rewards.size * _ENDS) + 1)))
+        tiles.append(_first_to_last("reward", rewards, ends=max(1, min(_MOST_ENDS, rewards.size // _ENDS))))
     if (accuracy := metrics.measured("eval_accuracy")).size:
         tile = _first_to_last("accuracy, held out", accuracy, ends=1, percent=True)
         tiles.append(Tile(tile.name, tile.value, f"{accuracy.size} evaluation(s), best {accuracy.max():.1%}"))
