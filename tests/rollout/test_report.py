@@ -20,22 +20,18 @@ from click.testing import CliRunner
 
 from rollout.cli import main
 from rollout.codec import read_parquet
-from rollout.report import browser
-from rollout.report.figures import THEME, moving_mean
+from rollout.report.figures import THEME
 from rollout.report.job import write_report
 from rollout.report.metrics import read_metrics
-from rollout.report.page import embedded_json
-from rollout.report.panels import bin_edges, training_charts
+from rollout.report.panels import training_charts
 from rollout.report.pieces import spell, visible
-from rollout.report.reading import MAX_GROUPS, MAX_SAMPLES, MAX_STEPS, evenly, read_run
+from rollout.report.reading import MAX_GROUPS, MAX_SAMPLES, MAX_STEPS, read_run
 from rollout.rewards import Score
 from sampling.errors import ConfigError, RecordError, RunError
 from tests.rollout.records import group, trajectory
 from tests.rollout.test_store import write_run
-from tests.rollout.training_folder import write, write_training
+from tests.rollout.training_folder import EVIL, write, write_training
 from tests.tiny_models import TOKENIZER_LEN, byte_tokenizer
-
-EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;<!--\u2028\u202e"
 
 
 def encode(text):
@@ -184,11 +180,6 @@ def test_text_of_a_run_stays_text(run):
     assert page.text.count("alert(1)") >= 2  # the metric's title, and the configuration
 
 
-def test_embedded_json_cannot_leave_its_element():
-    text = embedded_json([EVIL, {"</script": "<!--"}])
-    assert not set("<>&\u2028\u2029") & set(text) and json.loads(text) == [EVIL, {"</script": "<!--"}]
-
-
 @pytest.mark.parametrize(
     "tail", ['{"step": 13, "reward_m', '{"step": 13, "words": "é'.encode()[:-1], "{", '{"step": 1']
 )
@@ -232,15 +223,6 @@ def test_a_step_without_any_number_is_a_page_without_figures(run):
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     report = write_report(run)
     assert report.figures == () and len(Page(report.page).views["Samples"]) == 12 * MAX_GROUPS
-
-
-def test_of_a_step_that_was_taken_twice_the_later_counts(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    file.write_text(
-        "\n".join(json.dumps({"step": step, "loss": loss}) for step, loss in [(1, 1), (2, 2), (3, 3), (2, 5)])
-    )
-    metrics = read_metrics(file)
-    assert metrics.steps.tolist() == [1, 2, 3] and metrics.columns["loss"].tolist() == [1, 5, 3]
 
 
 def test_a_job_that_is_writing_can_be_reported(run):
@@ -308,44 +290,6 @@ def test_what_is_left_out_is_chosen_evenly_and_counted(run, monkeypatch):
     assert any(note.startswith(f"Completions of {MAX_STEPS} of 40 steps are shown") for note in record.notes)
 
 
-def test_a_long_completion_is_shown_from_both_ends():
-    row = trajectory(
-        completion_tokens=np.arange(4, 204, dtype=np.int32),
-        **{name: np.full(200, -1, np.float32) for name in ("behaviour_logprobs", "model_logprobs", "log_kept_mass")},
-    )
-    (shown,) = browser.browse([browser.Shown("", (row,), ("",))], lambda token: bytes([token % 128]), 80)
-    sample = shown["samples"][0]
-    assert sample["ids"] == [*range(4, 64), *range(184, 204)]
-    assert (sample["gap"], sample["left_out"], sample["length"]) == (60, 120, 200)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "budget", "longest"),
-    [([], 10, 64), ([100, 200], 1000, 200), ([100, 200, 900], 900, 600), ([500] * 4, 1000, 250), ([500] * 4, 4, 64)],
-)
-def test_the_longest_completions_give_way_first(lengths, budget, longest):
-    assert browser.longest_shown(lengths, budget) == longest
-
-
-def test_numbers_that_json_lacks():
-    given = trajectory(
-        given_len=1,
-        behaviour_logprobs=np.array([-np.inf, -0.5], np.float32),
-        model_logprobs=np.array([np.nan, -0.5], np.float32),
-    )
-    (shown,) = browser.browse([browser.Shown("", (given,), ("",))], lambda _: b"a", 80)
-    sample = json.loads(embedded_json(shown))["samples"][0]
-    assert (sample["behaviour"], sample["model"]) == (["-Infinity", -0.5], [None, -0.5])
-
-
-def test_a_character_belongs_to_the_token_that_completes_it():
-    tokens = {0: b"a", 1: b"\xe2", 2: b"\x96\x81", 3: b"\xff", 4: b"b\xf0\x9f", 5: b"\x98\x80"}
-    assert spell([0, 1, 2, 4, 5], tokens.__getitem__) == ["a", "", "▁", "b", "😀"]
-    assert spell([2, 0], tokens.__getitem__, before=[1]) == ["▁", "a"]
-    assert spell([3, 0, 1], tokens.__getitem__) == ["\ufffd", "a", "\ufffd"]
-    assert spell([], tokens.__getitem__, before=[1]) == []
-
-
 def test_the_bytes_of_every_token_are_shown_as_the_tokenizer_decodes_them(training):
     from rollout.report.job import _spelling
 
@@ -353,10 +297,6 @@ def test_the_bytes_of_every_token_are_shown_as_the_tokenizer_decodes_them(traini
     text = "Ünïcödé 漢字 😀 the thing\n\n"
     assert "".join(spell(encode(text), bytes_of)) == text
     assert bytes_of(TOKENIZER_LEN + 3) == b""
-
-
-def test_characters_that_steer_a_display_are_written_out():
-    assert visible("a\tb\nc\x00\u202e\u200b\u200d") == "a\tb\nc<U+0000><U+202E><U+200B>\u200d"
 
 
 def test_a_sampling_run_is_reported_too(tmp_path):
@@ -369,21 +309,6 @@ def test_a_sampling_run_is_reported_too(tmp_path):
         f.name for f in (tmp_path / "page").iterdir()
     }
     assert "64 of 100 prompts are shown" in page.text
-
-
-@pytest.mark.parametrize(
-    ("values", "edges"),
-    [
-        ([0.0, 1.0, 1.0], [-0.5, 0.5, 1.5]),
-        ([3, 3], [2.5, 3.5]),
-        ([0.25, 0.25], [-0.25, 0.75]),
-        ([0.5, 2.5], np.linspace(0.5, 2.5, 41)),
-        ([1, 90], np.arange(0.5, 91, 3)),
-    ],
-)
-def test_every_number_falls_into_a_bin(values, edges):
-    np.testing.assert_allclose(bin_edges(values), edges)
-    assert np.histogram(values, bin_edges(values))[0].sum() == len(values)
 
 
 def test_a_sampling_run_with_a_damaged_file_is_reported_without_it(tmp_path):
@@ -409,22 +334,9 @@ def test_every_number_of_a_job_has_a_figure(run):
     assert reward.description.startswith("Reward by step: mean from 0.")
 
 
-def test_the_moving_mean_is_over_what_was_measured():
-    y = np.array([1.0, 2.0, np.nan, 4.0, 9.0])
-    np.testing.assert_allclose(moving_mean(y, 3), [1.5, 1.5, 3.0, 6.5, 6.5])
-    assert np.isnan(moving_mean(np.full(3, np.nan), 3)).all()
-
-
 def test_the_pages_colours_are_the_figures_own(reported):
     style = reported.page.read_text()
     for colour, variable in THEME.items():
         assert f"{variable}: {colour};" in style
         assert style.count(f"{variable}:") == 2  # one more for the dark
     assert "var(--series-0)" in style and "var(--ink)" in style
-
-
-@pytest.mark.parametrize(
-    ("total", "most", "chosen"), [(0, 4, []), (1, 4, [0]), (3, 4, [0, 1, 2]), (10, 4, [0, 3, 6, 9])]
-)
-def test_evenly(total, most, chosen):
-    assert evenly(total, most) == chosen

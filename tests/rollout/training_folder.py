@@ -17,6 +17,9 @@ from sampling.params import SamplingParams
 from sampling.types import StopReason
 from tests.rollout.records import trajectory
 
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;<!--\u2028\u202e"
+"""Text that tries to become markup, code, or the order of a line."""
+
 Encode = Callable[[str], Sequence[int]]
 
 
