@@ -32,8 +32,18 @@ class StagedWeights:
     known: int
 
     def canary_logprobs(self) -> np.ndarray:
-        """See the function of this name."""
-        return canary_logprobs(self.model, self.params, self.known)
+        """See the function of this name.
+
+        Raises:
+            CheckpointError: they are not finite.
+        """
+        logprobs = canary_logprobs(self.model, self.params, self.known)
+        if not np.isfinite(logprobs).all():
+            raise CheckpointError(
+                f"weights: expected finite log-probs of the canary, got {logprobs[~np.isfinite(logprobs)][0]};"
+                " are the values too large?"
+            )
+        return logprobs
 
 
 @dataclass(frozen=True)
