@@ -1,6 +1,6 @@
 """Where sampling runs: workers on Ray and the pool that keeps them busy. The only Ray in the tree, and no maths."""
 
-from actors.messages import GroupFailure, GroupResult, Outcome, WorkerDescription
+from actors.messages import GroupFailure, GroupResult, Outcome, Publication, WorkerDescription
 from actors.pool import WorkerPool
 from actors.spec import Deadlines, Placement, RetryPolicy, WorkerSpec
 
@@ -10,6 +10,7 @@ __all__ = [
     "GroupResult",
     "Outcome",
     "Placement",
+    "Publication",
     "RetryPolicy",
     "WorkerDescription",
     "WorkerPool",

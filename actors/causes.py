@@ -53,8 +53,10 @@ def require_agreement(standard: WorkerDescription, newcomer: WorkerDescription) 
     Raises:
         WorkerError: weights or numerics differ; the message says in what.
     """
-    ours = {"weights_digest": standard.weights_digest, **standard.fingerprint}
-    theirs = {"weights_digest": newcomer.weights_digest, **newcomer.fingerprint}
+    ours, theirs = (
+        {"weights_digest": each.weights_digest, "canary_logprobs": each.canary_logprobs, **each.fingerprint}
+        for each in (standard, newcomer)
+    )
     names = [name for name in dict.fromkeys([*ours, *theirs]) if ours.get(name) != theirs.get(name)]
     if names:
         differing = "; ".join(f"{name}: {ours.get(name)!r} and {theirs.get(name)!r}" for name in names)

@@ -86,6 +86,10 @@ class Ledger:
         request, self._ahead = self._ahead or self._pull(), None
         return (self._run(_Case(request)), False) if request else None
 
+    def put_back(self, assignment: Assignment) -> None:
+        """Takes back an assignment that no worker has seen."""
+        self._retries.appendleft(self._running.pop(assignment.ticket))
+
     def settle(self, answer: Answer, worker: str) -> Outcome | None:
         """The outcome that an answer is; None for one that nobody waits for any more."""
         case = self._running.pop(answer.ticket, None)

@@ -33,6 +33,8 @@ class WorkerHandle:
         actor, starting, stream, ping: Ray's handles to the process and to what is awaited from it; None if nothing.
         started, pinged, heard: when it was launched, last pinged, last heard of.
         description: what it says of itself; None until it is ready.
+        asked, asked_at, reply: a call about weights that is awaited, and since when; what came of the last one: its
+            value, or the error that it raised.
         stats: its counts as last heard.
         hands: assignments under way, by ticket.
         alone: whether what it holds tolerates no neighbours.
@@ -49,6 +51,9 @@ class WorkerHandle:
     pinged: float = 0.0
     heard: float = 0.0
     description: WorkerDescription | None = None
+    asked: Any = None
+    asked_at: float = 0.0
+    reply: Any = None
     stats: EngineStats = NO_WORK
     hands: dict[int, Held] = field(default_factory=dict)
     alone: bool = False
@@ -64,6 +69,10 @@ class WorkerHandle:
         self.alone = alone
         self.actor.submit.remote([assignment])
 
+    def ask(self, call: Any) -> None:
+        """Awaits a call about weights; its outcome becomes the reply."""
+        self.asked, self.asked_at, self.reply = call, time.monotonic(), None
+
     def release(self, ticket: int) -> None:
         """Takes an answered assignment out of its hands."""
         self.hands.pop(ticket, None)
@@ -75,4 +84,5 @@ class WorkerHandle:
             with contextlib.suppress(RayError):
                 ray.kill(self.actor, no_restart=True)
         self.actor = self.starting = self.stream = self.ping = self.description = None
+        self.asked = self.reply = None
         self.stats, self.hands, self.alone = NO_WORK, {}, False

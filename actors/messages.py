@@ -65,6 +65,8 @@ class WorkerDescription:
         memory: what the engine was planned to hold, in words.
         programs_compiled: programs that the engine holds.
         start_s: seconds it took to load and compile.
+        policy_version: version of the weights; 0 is the checkpoint's.
+        canary_logprobs: what published weights say of the canary's text, see `sampling.weights`; none for version 0.
     """
 
     name: str
@@ -77,6 +79,8 @@ class WorkerDescription:
     memory: str
     programs_compiled: int
     start_s: float
+    policy_version: int = 0
+    canary_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,51 @@ class Assignment:
 
     ticket: int
     request: Request
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """Weights on their way to the workers.
+
+    Attributes:
+        version: names them.
+        weights: Ray's reference to a nested dict of NumPy arrays, in a tuple: Ray would hold back all later calls of a
+            worker until an argument that is a reference has come.
+        deadline_s: seconds to wait for them, and for the moment to take them over.
+    """
+
+    version: int
+    weights: tuple[Any]
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What a worker has found of weights that it could take over; the attributes are those of WorkerDescription."""
+
+    weights_digest: str
+    canary_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Publication:
+    """Weights that every worker draws with.
+
+    Attributes:
+        version, weights_digest, canary_logprobs: as in WorkerDescription.
+        put_s: seconds to put them into Ray's store.
+        staged_s: seconds until every worker had checked them; generation goes on meanwhile.
+        swapped_s: seconds until every worker had taken them over, between two steps of its engine.
+        stood_still_s: the longest that an engine stood still for it.
+    """
+
+    version: int
+    weights_digest: str
+    canary_logprobs: tuple[float, ...]
+    put_s: float
+    staged_s: float
+    swapped_s: float
+    stood_still_s: float
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
+
+import numpy as np
 
 from actors.cluster import connected
 from actors.dispatch import Ledger
 from actors.handle import WorkerHandle
-from actors.messages import Outcome, WorkerDescription
+from actors.messages import Outcome, Publication, WorkerDescription
+from actors.publication import publish
 from actors.spec import Deadlines, Placement, RetryPolicy, WorkerSpec
-from actors.supervision import Answered, Crew, Lost
+from actors.supervision import Answered, Crew, Event, Lost
 from sampling.engine import EngineStats
 from sampling.errors import RunError
 from sampling.types import Request
@@ -74,6 +77,7 @@ class WorkerPool:
         self._closing = contextlib.ExitStack()
         self._crew: Crew | None = None
         self._current_run: object = None
+        self._unheard: list[Event] = []
 
     def __enter__(self) -> Self:
         """Starts the workers; returns when each is ready or given up.
@@ -101,14 +105,16 @@ class WorkerPool:
     @property
     def description(self) -> WorkerDescription:
         """Weights and numerics, the same for all workers; the rest is that of one of them."""
-        standard = self._open_crew().standard
-        assert standard is not None
-        return standard
+        return self._open_crew().standard
 
     @property
     def workers(self) -> tuple[WorkerDescription, ...]:
         """The workers that are ready."""
         return tuple(worker.description for worker in self._open_crew().ready if worker.description)
+
+    def weights_digest(self, version: int) -> str:
+        """Digest of weights that are or have been in service."""
+        return self._open_crew().standards[version].weights_digest
 
     @property
     def slots(self) -> int:
@@ -119,6 +125,31 @@ class WorkerPool:
         """Counts since the pool was entered; asks nobody and does not block."""
         crew = self._open_crew()
         return PoolStats(len(crew.ready), crew.restarts, crew.stats())
+
+    def publish(self, params: Mapping[str, Any], version: int, *, canary: np.ndarray | None = None) -> Publication:
+        """Gives every worker new weights. When it returns all have them, and a replacement will start with them.
+
+        They are put into Ray's store once, where the workers of a host read them without a copy. The workers check
+        tree, shapes, dtypes and values, and must agree on the digest and on the log-probs of a fixed text. Until all
+        have, they draw with the old weights; so they do if one refuses. Requests under way go on, see
+        `Engine.load_weights`.
+
+        Call it between two runs, or within one between two outcomes, from `on_wait` or from the iterable of requests.
+
+        Args:
+            params: nested dict of NumPy arrays, or of what becomes one, like the checkpoint's.
+            version: names the weights in the records; more than that of those in service. The checkpoint's is 0.
+            canary: the publisher's own `sampling.weights.canary_logprobs`, from which the workers' may not lie further
+                than rounding carries them.
+        Raises:
+            ConfigError: the version is out of range, or not above that in service.
+            CheckpointError: the weights are refused; the message names worker and leaf.
+            WorkerError: a worker failed to check them, or all workers are lost and their restarts spent.
+        """
+        publish_s = self._deadlines.publish_s
+        return publish(
+            self._open_crew(), params, version, canary, self._spec.dtype, publish_s, hear=self._unheard.extend
+        )
 
     def run(self, requests: Iterable[Request | None], on_wait: Callable[[], None] | None = None) -> Iterator[Outcome]:
         """Answers every request exactly once, in the order in which the answers come.
@@ -146,7 +177,8 @@ class WorkerPool:
                 raise RunError("the source of requests holds back although no outcome is to come")
             if on_wait:
                 on_wait()
-            for event in crew.poll(POLL_S):
+            events, self._unheard = self._unheard, []
+            for event in [*events, *crew.poll(0 if events else POLL_S)]:
                 match event:
                     case Answered(worker, answers):
                         outcomes = (ledger.settle(answer, worker) for answer in answers)
@@ -161,7 +193,10 @@ class WorkerPool:
             taken = ledger.take(idle=not worker.hands)
             if taken is None:
                 return
-            worker.assign(*taken)
+            if worker.description:
+                worker.assign(*taken)
+            else:  # lost while the caller was asked, who has published weights meanwhile
+                ledger.put_back(taken[0])
 
     def _has_room(self, worker: WorkerHandle) -> bool:
         enough = ROUNDS_IN_FLIGHT * self._spec.geometry.slots

@@ -68,14 +68,16 @@ class Deadlines:
         start_s: seconds for finding room, starting the process, loading and compiling.
         group_s: seconds between handing a group to a worker and its end, its turn in the worker's queue included.
         heartbeat_s: seconds without an answer from the process, whatever its engine does.
+        publish_s: seconds for checking weights that are published, and again for taking them over.
     """
 
     start_s: float = 600.0
     group_s: float = 600.0
     heartbeat_s: float = 20.0
+    publish_s: float = 120.0
 
     def __post_init__(self) -> None:
-        for name in ("start_s", "group_s", "heartbeat_s"):
+        for name in ("start_s", "group_s", "heartbeat_s", "publish_s"):
             value = getattr(self, name)
             _require(_is_number(value) and value > 0, f"deadlines.{name}", "seconds above 0", value)
 

@@ -22,9 +22,9 @@ from actors.causes import error_type, in_words, last_lines, require_agreement
 from actors.cluster import worker_options
 from actors.dispatch import Loss
 from actors.handle import WorkerHandle
-from actors.messages import NO_WORK, Answer, Report, WorkerDescription, add_stats
+from actors.messages import NO_WORK, Answer, Report, Shipment, Staged, WorkerDescription, add_stats
 from actors.spec import Deadlines, Placement, RetryPolicy, WorkerSpec
-from actors.worker import CONTROL, SamplingWorker
+from actors.worker import CONTROL, WEIGHTS, SamplingWorker
 from sampling.engine import EngineStats
 from sampling.errors import ServiceError, WorkerError
 
@@ -61,15 +61,20 @@ class Crew:
 
     Attributes:
         restarts: replacements so far.
-        standard: description of the first worker that was ready; all others must agree with it.
+        standards: by version of the weights, what all workers that have them must agree with: the first that was ready,
+            and what was published since.
+        newest: the weights that every worker is to have; None is the checkpoint's.
     """
 
     def __init__(self, spec: WorkerSpec, placement: Placement, deadlines: Deadlines, retry: RetryPolicy) -> None:
         self.restarts = 0
-        self.standard: WorkerDescription | None = None
+        self.standards: dict[int, WorkerDescription] = {}
+        self.newest: Shipment | None = None
         self._spec, self._placement, self._deadlines, self._retry = spec, placement, deadlines, retry
         remote: Any = ray.remote  # its annotations know no concurrency groups
-        self._actor_class = remote(concurrency_groups={CONTROL: 1}, **worker_options(placement))(SamplingWorker)
+        self._actor_class = remote(concurrency_groups={CONTROL: 1, WEIGHTS: 1}, **worker_options(placement))(
+            SamplingWorker
+        )
         self._workers = [WorkerHandle(f"worker-{index}") for index in range(placement.num_workers)]
         self._work_of_lost = NO_WORK
         self._losses: deque[Loss] = deque(maxlen=_LOSSES_TOLD)
@@ -84,6 +89,18 @@ class Crew:
     def complete(self) -> bool:
         """Whether every worker is ready or given up."""
         return len(self.ready) == len(self._workers)
+
+    @property
+    def standard(self) -> WorkerDescription:
+        """What every worker that is ready agrees with."""
+        return self.standards[self.newest.version if self.newest else 0]
+
+    def adopt(self, shipment: Shipment, staged: Staged) -> None:
+        """From now on a worker is ready with these weights and no others; those that are have to be told."""
+        self.standards[shipment.version] = dataclasses.replace(
+            self.standard, policy_version=shipment.version, **dataclasses.asdict(staged)
+        )
+        self.newest = shipment
 
     def stats(self) -> EngineStats:
         """Counts of all workers as last heard, and the work of those that were lost."""
@@ -108,7 +125,7 @@ class Crew:
         # Judged after all that has arrived was heard, so that a driver which was busy convicts nobody.
         for worker in list(self._workers):
             if worker.actor is not None and (missed := self._missed_deadline(worker)):
-                events += self._lose(worker, TimeoutError(missed))
+                events += self.lose(worker, TimeoutError(missed))
         if not self.complete and time.monotonic() - self._looked > self._deadlines.heartbeat_s:
             self._looked = time.monotonic()
             self._require_node()
@@ -145,6 +162,8 @@ class Crew:
             yield worker.stream, lambda: self._hear(worker, self._report)
         if worker.ping is not None:
             yield worker.ping, lambda: self._hear(worker, self._ping)
+        if worker.asked is not None:
+            yield worker.asked, lambda: self._hear(worker, self._reply)
 
     def _hear(self, worker: WorkerHandle, read: Callable[[WorkerHandle], list[Event]]) -> list[Event]:
         if worker.actor is None:  # lost a moment ago, by another of its messages
@@ -152,14 +171,16 @@ class Crew:
         try:
             events = read(worker)
         except (RayError, StopIteration) as error:
-            return self._lose(worker, error)
+            return self.lose(worker, error)
         worker.heard = time.monotonic()
         return events
 
     def _description(self, worker: WorkerHandle) -> list[Event]:
         description: WorkerDescription = ray.get(worker.starting, timeout=FETCH_S)
-        self.standard = self.standard or description
-        require_agreement(self.standard, description)
+        require_agreement(self.standards.setdefault(description.policy_version, description), description)
+        if self.newest and description.policy_version != self.newest.version:
+            worker.starting = worker.actor.renew.remote(self.newest)
+            return []
         worker.description, worker.starting = description, None
         worker.stream = worker.actor.serve.remote()
         return []
@@ -177,6 +198,14 @@ class Crew:
         worker.ping = None
         return []
 
+    def _reply(self, worker: WorkerHandle) -> list[Event]:
+        try:
+            worker.reply = ray.get(worker.asked, timeout=FETCH_S)
+        except RayTaskError as error:  # something is wrong with the weights, and the worker itself is well
+            worker.reply = error
+        worker.asked = None
+        return []
+
     def _missed_deadline(self, worker: WorkerHandle) -> str | None:
         """Which deadline a worker has missed, in words."""
         now, deadlines = time.monotonic(), self._deadlines
@@ -185,13 +214,15 @@ class Crew:
             return f"it was not ready within {deadlines.start_s:g} s{self._room()}" if late else None
         if worker.ping and now - max(worker.pinged, worker.heard) > deadlines.heartbeat_s:
             return f"it answered nothing for {deadlines.heartbeat_s:g} s; its process hangs"
+        if worker.asked is not None and now - worker.asked_at > deadlines.publish_s:
+            return f"weights were not checked, or not taken over, within {deadlines.publish_s:g} s"
         for held in worker.hands.values():
             if now - held.since > deadlines.group_s:
                 prompt_id = held.assignment.request.prompt_id
                 return f"prompt {prompt_id!r} was not finished within {deadlines.group_s:g} s"
         return None
 
-    def _lose(self, worker: WorkerHandle, cause: BaseException) -> list[Event]:
+    def lose(self, worker: WorkerHandle, cause: BaseException) -> list[Event]:
         """Ends a lost worker and plans its replacement."""
         if isinstance(cause, RayTaskError) and isinstance(cause.cause, ServiceError) and not worker.description:
             raise cause.cause  # the order cannot be filled; any other worker would say the same

@@ -2,30 +2,38 @@
 
 One streaming call, `serve`, decodes for ever; requests reach it through `submit` while it runs, so the engine's slots
 are refilled continuously and never drain between requests. `submit` and `ping` run on a thread of their own and
-answer at once, whatever the engine does.
+answer at once, whatever the engine does. On another one weights are checked while the engine goes on with the old ones;
+it takes them over between two of its steps.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.messages import NO_WORK, Answer, Assignment, Rejection, Report, WorkerDescription
+from actors.messages import NO_WORK, Answer, Assignment, Rejection, Report, Shipment, Staged, WorkerDescription
 from actors.spec import WorkerSpec
 
 if TYPE_CHECKING:
     from sampling.engine import Engine, EngineStats
     from sampling.types import Group, Request
+    from sampling.weights import StagedWeights
 
 CONTROL = "control"
 """Concurrency group of the calls that answer at once."""
+
+WEIGHTS = "weights"
+"""Concurrency group of the calls about weights: one after the other, beside everything else."""
 
 IDLE_WAIT_S = 1.0
 """Longest wait of a worker without work, so that no wait is unbounded."""
@@ -43,7 +51,9 @@ class SamplingWorker:
         self._name = name
         self._spec = spec
         self._engine: Engine | None = None
-        self._inbox: queue.SimpleQueue[Assignment] = queue.SimpleQueue()
+        self._description: WorkerDescription | None = None
+        self._staged: StagedWeights | None = None
+        self._inbox: queue.SimpleQueue[Assignment | _Swap] = queue.SimpleQueue()
         self._desk = _Desk()
 
     def start(self) -> WorkerDescription:
@@ -59,7 +69,7 @@ class SamplingWorker:
         checkpoint = load_checkpoint(self._spec.checkpoint)
         digest = weights_digest(checkpoint.params)
         self._engine = Engine(checkpoint, self._spec.geometry, self._spec.dtype)
-        return WorkerDescription(
+        self._description = WorkerDescription(
             name=self._name,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -71,6 +81,45 @@ class SamplingWorker:
             programs_compiled=self._engine.stats().programs_compiled,
             start_s=time.monotonic() - began,
         )
+        return self._description
+
+    def renew(self, shipment: Shipment) -> WorkerDescription:
+        """Takes weights over before `serve` is called.
+
+        Raises:
+            CheckpointError: as in `stage`.
+        """
+        assert self._engine is not None and self._description is not None, "start() comes first"
+        weights, found = self._checked(shipment)
+        self._engine.load_weights(weights, shipment.version)
+        self._description = dataclasses.replace(
+            self._description, policy_version=shipment.version, **dataclasses.asdict(found)
+        )
+        return self._description
+
+    @ray.method(concurrency_group=WEIGHTS)
+    def stage(self, shipment: Shipment) -> Staged:
+        """Checks weights and keeps them ready, in place of those that were kept before.
+
+        Raises:
+            CheckpointError: they are of another form, not finite, or give scores that are not.
+        """
+        self._staged = None
+        self._staged, found = self._checked(shipment)
+        return found
+
+    @ray.method(concurrency_group=WEIGHTS)
+    def swap(self, version: int, deadline_s: float) -> float:
+        """Takes over what `stage` keeps, between two steps of the engine; returns the seconds that it stood still."""
+        assert self._staged is not None, "stage() comes first"
+        swap, self._staged = _Swap(self._staged, version), None
+        self._inbox.put(swap)
+        return swap.stood_still_s.result(deadline_s)
+
+    @ray.method(concurrency_group=WEIGHTS)
+    def unstage(self) -> None:
+        """Forgets what `stage` keeps."""
+        self._staged = None
 
     def serve(self) -> Iterator[Report]:
         """Decodes for ever and reports answers as soon as there are some, many at a time.
@@ -80,7 +129,7 @@ class SamplingWorker:
         engine = self._engine
         assert engine is not None, "start() comes first"
         while True:
-            self._collect(wait=engine.idle and not self._desk.waiting)
+            self._collect(engine, wait=engine.idle and not self._desk.waiting)
             answers = self._desk.admit(engine)
             answers += [self._desk.settle(group) for group in engine.step()]
             if answers:
@@ -97,14 +146,40 @@ class SamplingWorker:
         """Shows that the process lives, and what it has done so far."""
         return self._engine.stats() if self._engine else NO_WORK
 
-    def _collect(self, wait: bool) -> None:
+    def _checked(self, shipment: Shipment) -> tuple[StagedWeights, Staged]:
+        from sampling.checkpoints import weights_digest
+
+        assert self._engine is not None, "start() comes first"
+        params: Any = ray.get(shipment.weights[0], timeout=shipment.deadline_s)
+        weights = self._engine.stage_weights(params)
+        return weights, Staged(weights_digest(params), tuple(weights.canary_logprobs().tolist()))
+
+    def _collect(self, engine: Engine, wait: bool) -> None:
         """Moves what has arrived to the desk; waits a moment for the first if there is nothing else to do."""
         try:
-            self._desk.waiting.append(self._inbox.get(wait, IDLE_WAIT_S))
             while True:
-                self._desk.waiting.append(self._inbox.get_nowait())
+                arrived = self._inbox.get(wait, IDLE_WAIT_S)
+                if isinstance(arrived, _Swap):
+                    arrived.make(engine)
+                else:
+                    self._desk.waiting.append(arrived)
+                wait = False
         except queue.Empty:
             pass
+
+
+@dataclass(frozen=True)
+class _Swap:
+    """Weights that wait for the engine to be between two steps."""
+
+    weights: StagedWeights
+    version: int
+    stood_still_s: Future[float] = dataclasses.field(default_factory=Future)
+
+    def make(self, engine: Engine) -> None:
+        began = time.monotonic()
+        engine.load_weights(self.weights, self.version)
+        self.stood_still_s.set_result(time.monotonic() - began)
 
 
 class _Desk:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from actors import GroupFailure, Outcome
 from rollout.atomic import write_atomically
 from rollout.comparison import Distances, difference
@@ -87,6 +89,8 @@ class Canary:
             self._faults.append(f"prompt {request.prompt_id!r}: {outcome.error_type}: {outcome.message}")
             return True
         for record, completion in zip(records, outcome.group.completions, strict=True):
+            if np.unique(np.concatenate([record.policy_versions, completion.policy_versions])).size > 1:
+                continue  # weights were published amid it: other weights, other bits
             if request.forward:
                 self._distances.add(record, completion)
                 continue

@@ -313,6 +313,24 @@ def bench_scoring(model: str, dtype: str, rows: int, tokens: int, json_file: Pat
     _show(cost, json_file)
 
 
+@bench.command("publish")
+@model_option
+@dtype_option
+@click.option("--workers", default=2, show_default=True, type=click.IntRange(1), help="Workers that draw meanwhile.")
+@click.option("--slots", default=8, show_default=True, type=click.IntRange(1), help="Rows of each.")
+@click.option("--tokens", default=64, show_default=True, type=click.IntRange(1), help="Tokens of each row.")
+@json_option
+@debug_option
+def bench_publish(model: str, dtype: Any, workers: int, slots: int, tokens: int, json_file: Path | None) -> None:
+    """Times the publication of weights to workers that draw, and what it takes from their work."""
+    with stopping_at_once():
+        from rollout.bench_publish import publish_cost
+
+    with stopping_in_order():
+        cost = publish_cost(model, workers=workers, slots=slots, tokens=tokens, dtype=dtype)
+    _show(cost, json_file)
+
+
 @bench.command("selftest")
 @model_option
 @dtype_option

@@ -7,12 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollout.trajectory import Trajectory
+from sampling.scoring import FORWARD_BOUND
 from sampling.types import Completion
-
-FORWARD_BOUND = {"float32": (0.999, 1e-4), "bfloat16": (0.95, 0.5)}
-"""By dtype: the share of the tokens whose log-prob, computed in other shapes of the same products, lies within so many
-nats of its record. The rest are knife edges, where rounding carries an id across a filter's threshold or past the best
-(docs/exactness.md has the distances measured)."""
 
 CHAIN_BOUND = 1e-4
 """Nats: how far a token's figures may lie from their record where the model's scores are the same to the bit, and the

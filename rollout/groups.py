@@ -71,11 +71,7 @@ class GroupSampler:
         self._reward = reward
         self._canary = canary
         self._window_rows = WINDOW_ROUNDS * pool.slots
-        self._origin: dict[str, Any] = {
-            "run_id": run_id,
-            "weights_digest": pool.description.weights_digest,
-            "numerics_fingerprint": fingerprint_digest(pool.description.fingerprint),
-        }
+        self._run_id = run_id
 
     def sample(self, prompts: Iterable[Prompt], on_wait: Callable[[], None] | None = None) -> Iterator[TrajectoryGroup]:
         """The prompts' groups, in their order. Prompts are pulled as workers and the reordering window have room.
@@ -89,11 +85,11 @@ class GroupSampler:
         for outcome in self._pool.run(self._requests(prompts, window), on_wait):
             if self._canary and self._canary.settle(outcome):
                 continue
-            prompt = window.prompt(outcome.request.prompt_id)
+            prompt = window.prompt(outcome.request)
             records = self._records(prompt, outcome)
             if self._canary:
                 self._canary.watch(outcome.request, records)
-            window.close(prompt.id, records)
+            window.close(prompt, records)
             yield from window.leaving()
         yield from window.leaving()
 
@@ -123,9 +119,9 @@ class GroupSampler:
             try:
                 tokens = self._tokenizer.tokenize(prompt).prompt_tokens
                 assert tokens is not None
-                yield Request(prompt.id, tokens, params, self._seed)
+                yield Request(prompt.id, tokens, params, self._seed, prompt.sample_indices(params))
             except PromptError as error:
-                window.close(prompt.id, self._unread(prompt, params, f"PromptError: {error}"))
+                window.close(prompt, self._unread(prompt, params, f"PromptError: {error}"))
         while self._canary and (window.rows or self._canary.waiting):
             yield from self._checks() or [None]
 
@@ -141,19 +137,32 @@ class GroupSampler:
                 failure = f"{error_type}: {message}{tried}"
                 return self._failed(prompt, request, failure, worker)
 
+    @property
+    def _origin(self) -> dict[str, Any]:
+        """What records say of the run, and of the weights in service."""
+        described = self._pool.description
+        return {
+            "run_id": self._run_id,
+            "weights_digest": described.weights_digest,
+            "numerics_fingerprint": fingerprint_digest(described.fingerprint),
+        }
+
     def _record(self, prompt: Prompt, completion: Completion, worker: str) -> Trajectory:
         tokens = completion.prompt_tokens, completion.completion_tokens
         if completion.stop_reason is StopReason.STOP_STRING:
             text = self._tokenizer.text_before_stop(*tokens, completion.params.stop)
         else:
             text = self._tokenizer.completion_text(*tokens)
+        origin = self._origin
+        if completion.policy_versions.size:
+            origin |= {"weights_digest": self._pool.weights_digest(int(completion.policy_versions[-1]))}
         return Trajectory.from_completion(
             completion,
             text=text,
             worker=worker,
             score=judge(self._reward, prompt, text) if self._reward else None,
             metadata=dict(prompt.metadata),
-            **self._origin,
+            **origin,
         )
 
     def _failed(self, prompt: Prompt, request: Request, failure: str, worker: str) -> TrajectoryGroup:
@@ -169,7 +178,7 @@ class GroupSampler:
         made = self._origin | {"metadata": dict(prompt.metadata), "params": params}
         seed = self._seed if params.seed is None else params.seed
         nothing = np.zeros(0, np.int32)
-        keyed = [(index, row_key(seed, prompt.id, index)) for index in range(params.n)]
+        keyed = [(index, row_key(seed, prompt.id, index)) for index in prompt.sample_indices(params)]
         return tuple(Trajectory.from_failure(failure, prompt.id, index, nothing, key, **made) for index, key in keyed)
 
 
@@ -187,31 +196,31 @@ class _Window:
 
     def __init__(self) -> None:
         self.rows = 0
-        self._line: OrderedDict[str, _Place] = OrderedDict()
+        self._line: OrderedDict[tuple[str, int], _Place] = OrderedDict()
         self._leaving: deque[TrajectoryGroup] = deque()
 
     def open(self, prompt: Prompt, rows: int) -> None:
         """Takes a prompt into the line.
 
         Raises:
-            PromptError: a prompt of this id is in the line.
+            PromptError: a prompt of this name is in the line.
         """
-        if prompt.id in self._line:
+        if prompt.name in self._line:
             raise PromptError(f"{prompt.place}: its id is taken already; ids must be unique within a run")
-        self._line[prompt.id] = _Place(prompt, rows)
+        self._line[prompt.name] = _Place(prompt, rows)
         self.rows += rows
 
-    def prompt(self, prompt_id: str) -> Prompt:
-        """The prompt in line with this id."""
-        return self._line[prompt_id].prompt
+    def prompt(self, request: Request) -> Prompt:
+        """The prompt in line that a request was made of."""
+        return self._line[request.prompt_id, request.sample_indices[0]].prompt
 
-    def close(self, prompt_id: str, group: TrajectoryGroup) -> None:
+    def close(self, prompt: Prompt, group: TrajectoryGroup) -> None:
         """Puts a prompt's group into its place."""
-        self._line[prompt_id].group = group
+        self._line[prompt.name].group = group
         while self._line and (first := next(iter(self._line.values()))).group is not None:
             self._leaving.append(first.group)
             self.rows -= first.rows
-            del self._line[first.prompt.id]
+            del self._line[first.prompt.name]
 
     def leaving(self) -> Iterator[TrajectoryGroup]:
         """Groups whose turn has come; each comes out once."""

@@ -18,6 +18,9 @@ ROW_FIELDS = ("id", "prompt", "messages", "prompt_tokens", "n", "sampling", "met
 MAX_SAMPLES = 1 << 16
 """Samples of one prompt at most: a group is handed out, held and written as a whole."""
 
+MAX_FIRST_SAMPLE = (1 << 31) - MAX_SAMPLES
+"""First sample at most, so that every sample index is an int32."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -29,6 +32,8 @@ class Prompt:
         messages: chat messages, each with a `role` and a `content`; the chat template renders them.
         tokens: token ids, used as they are; any sequence or array of whole numbers becomes a tuple.
         n: samples of this prompt; None takes the run's.
+        first_sample: index of the first of them; samples of other indices are other draws of the same prompt, whenever
+            they are asked for.
         sampling: parameters of this prompt that replace the run's.
         metadata: the caller's own plain JSON values, carried into every record.
         prompt_tokens: int32 [prompt_len], what the model reads; None until `Tokenizer.tokenize`.
@@ -42,6 +47,7 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] | None = None
     tokens: tuple[int, ...] | None = None
     n: int | None = None
+    first_sample: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     prompt_tokens: np.ndarray | None = field(default=None, compare=False)
@@ -92,6 +98,15 @@ class Prompt:
             )
         return params
 
+    def sample_indices(self, params: SamplingParams) -> tuple[int, ...]:
+        """Which samples are wanted, with the prompt's own parameters."""
+        return tuple(range(self.first_sample, self.first_sample + params.n))
+
+    @property
+    def name(self) -> tuple[str, int]:
+        """What is unique among the prompts under way: two of one id ask for other samples."""
+        return self.id, self.first_sample
+
     @property
     def place(self) -> str:
         """The prompt's name in messages."""
@@ -101,6 +116,11 @@ class Prompt:
         if not isinstance(self.id, str) or not self.id:
             raise PromptError(f"{self.place}: id: expected text that is not empty, got {shown(self.id)}")
         require_json(self.id, f"{self.place}: id", PromptError)
+        first = self.first_sample
+        if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= MAX_FIRST_SAMPLE:
+            raise PromptError(
+                f"{self.place}: first_sample: expected a whole number in 0 .. {MAX_FIRST_SAMPLE}, got {shown(first)}"
+            )
         for name, value in (("sampling", self.sampling), ("metadata", self.metadata)):
             if not isinstance(value, Mapping):
                 raise PromptError(f"{self.place}: {name}: expected an object, got {shown(value)}")

@@ -125,6 +125,20 @@ class Rollouts:
         sampler = self._sampler(None, seed=0)
         yield from _judged(sampler.branch(_branches(branches)), on_failure)
 
+    def publish(self, params: Mapping[str, Any], version: int) -> None:
+        """Gives every worker new weights, or none of them. What runs goes on; each token's record says its version.
+
+        Call it between two calls of `sample`, or within one between two of its groups.
+
+        Args:
+            params: nested dict of arrays like the checkpoint's, as `load_checkpoint(...).params` gives it.
+            version: names the weights in the records; more than the last one's. The checkpoint's is 0.
+        Raises:
+            CheckpointError, ConfigError, WorkerError: as in `WorkerPool.publish`.
+            RunError: the workers are not running.
+        """
+        self._workers.publish(params, version)
+
     def _sampler(self, params: SamplingParams | None, seed: int) -> GroupSampler:
         if self._tokenizer is None:
             raise RunError("the workers are not running; use it as `with Rollouts(...) as rollouts:`")
@@ -160,13 +174,13 @@ def _branches(branches: Iterable[Branch]) -> Iterator[Branch]:
 def _read(prompts: Iterable[Prompt | Mapping[str, Any] | str]) -> Iterator[Prompt]:
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise PromptError(f"prompts: expected a list, or another iterable, of prompts, got {shown(prompts)}")
-    seen: set[str] = set()
+    seen: set[tuple[str, int]] = set()
     for position, given in enumerate(prompts):
         row = {"prompt": given} if isinstance(given, str) else given
         prompt = row if isinstance(row, Prompt) else Prompt.from_row(row, position, f"prompts[{position}]")
-        if prompt.id in seen:
+        if prompt.name in seen:
             raise PromptError(f"{prompt.place}: its id is taken already; ids must be unique within a call")
-        seen.add(prompt.id)
+        seen.add(prompt.name)
         yield prompt
 
 

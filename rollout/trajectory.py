@@ -71,7 +71,7 @@ class Trajectory:
         failure: what went wrong; text for a failed row, None otherwise.
         reward: the score, or None if there is none.
         reward_error: why the scorer gave no reward, or None.
-        weights_digest: digest of the weights that drew the row.
+        weights_digest: digest of the weights that drew the row, the last of them if its tokens have several versions.
         numerics_fingerprint: digest of what the bits depend on besides the weights (see the run's manifest).
         wait_s: seconds between submission and the first decode step.
         decode_s: seconds between the first decode step and the end.

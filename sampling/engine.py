@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from sampling.staging import Staging
 from sampling.state import NO_TOKEN
 from sampling.types import Geometry, Group, Request, StopReason
 from sampling.vocabulary import Vocabulary
+from sampling.weights import StagedWeights, WeightForm, require_version
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +85,8 @@ class Engine:
         self.fingerprint = numerics_fingerprint(geometry, dtype)
         self._capacity = capacity or Capacity()
         self._model = Transformer(info.config, dtype=DTYPES[dtype])
-        self._params = jax.device_put(
-            jax.tree.map(lambda leaf: np.asarray(leaf).astype(DTYPES[dtype], copy=False), checkpoint.params)
-        )
+        self._form = WeightForm.of(checkpoint.params, self._model, info.tokenizer_len)
+        self._params = self._form.on_device(checkpoint.params)
         self._intake = Intake(info, geometry.cache_len)
         self.vocabulary = self._intake.vocabulary()
         self._vocabulary = jax.device_put(self.vocabulary or Vocabulary.from_pieces([b"?"]))
@@ -169,6 +170,33 @@ class Engine:
             self._state = empty_state(self._model, self.geometry, self._capacity)
         nobody = jnp.zeros(self.geometry.slots, bool)
         self._state = self._state.replace(rows=self._state.rows.replace(active=nobody))
+
+    def stage_weights(self, params: Mapping[str, Any]) -> StagedWeights:
+        """Checks weights and puts them on the device, beside those in use; any thread may do so while the engine runs.
+
+        Raises:
+            CheckpointError: they are not of the form of the checkpoint's, or not finite; names the first such leaf.
+        """
+        return self._form.staged(params)
+
+    def load_weights(self, weights: StagedWeights | Mapping[str, Any], version: int) -> None:
+        """Draws every further token with other weights, compiling nothing. An error leaves the old ones in use.
+
+        Rows in slots keep their cache and go on; each token records its version. Prompts with samples still to admit
+        are read again, as are sequences being scored. Hence a completion of one version has an undisturbed one's bits.
+
+        Args:
+            weights: of `stage_weights`, or what that takes: a nested dict of arrays.
+            version: names them in the records, 0 .. 2^31 - 1.
+        Raises:
+            CheckpointError, ConfigError: the weights cannot be used, see `stage_weights`; or the version.
+        """
+        require_version(version)
+        weights = weights if isinstance(weights, StagedWeights) else self.stage_weights(weights)
+        self._params, self.policy_version = weights.params, version
+        self._waiting.extendleft(reversed(self._staging.unseat()))
+        if self._scorer:
+            self._scorer.restart()
 
     def next_scores(self, request: Request) -> jax.Array:
         """The model's scores of the token that follows a request's given tokens, as its decode step computes them.

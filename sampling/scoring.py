@@ -41,6 +41,12 @@ ROWS = 4
 """Sequences under way at the same time."""
 
 
+FORWARD_BOUND = {"float32": (0.999, 1e-4), "bfloat16": (0.95, 0.5)}
+"""By dtype: the share of the tokens whose log-prob, computed in other shapes of the same products, lies within so many
+nats of its record. The rest are knife edges, where rounding carries an id across a filter's threshold or past the best
+(docs/exactness.md has the distances measured)."""
+
+
 class Pass(struct.PyTreeNode):
     """What a pass reads, and all that its scores depend on.
 
@@ -153,6 +159,12 @@ class Scorer:
         self._rows = [None] * ROWS
         if is_lost(self._cache):
             self._cache = self._empty_cache()
+
+    def restart(self) -> None:
+        """Puts every sequence that is being read back into the queue: nothing read so far counts."""
+        begun = [reading for reading in self._rows if reading and reading.unread]
+        self._waiting.extendleft((reading.sequence, reading.tag) for reading in reversed(begun))
+        self._rows = [None] * ROWS
 
     def step(self, params: Any, vocabulary: Vocabulary) -> list[tuple[Any, Scored]]:
         """One pass; returns what it finished: tags and scores, leaves NumPy [completion_len, ...]."""

@@ -73,6 +73,12 @@ class Staging:
         """Frees a row."""
         del self._seats[row]
 
+    def unseat(self) -> list[OpenGroup]:
+        """Every prompt's group, in their order, to be read anew."""
+        groups = [seat.group for seat in self._seats.values()]
+        self._seats.clear()
+        return groups
+
     def abort(self) -> None:
         """Forgets every prompt."""
         self._seats.clear()

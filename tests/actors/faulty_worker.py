@@ -5,11 +5,20 @@ broken  makes the engine raise while it is in a slot
 stuck   is never answered
 last    is answered, and then the process is killed
 
-A file latencies.json beside the checkpoint, prompt ids to seconds, lets prompts reach the engine late.
+A file latencies.json beside the checkpoint, prompt ids to seconds, lets prompts reach the engine late. A file
+faults.json, names of workers to faults, says what goes wrong with published weights:
+
+kill    kills the process that checks them
+hang    never finishes checking them
+damage  gives them another digest
+slow    lets every step of the engine take a while
+
+The first two come true once, and the file is gone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -30,10 +39,26 @@ class FaultyWorker(SamplingWorker):
         def faulty_step():
             if self._broken:
                 raise FloatingPointError("the numbers went away")
+            if self._fault() == "slow":
+                time.sleep(0.15)
             return step()
 
         self._engine.step = faulty_step
         return description
+
+    def _fault(self):
+        file = Path(self._spec.checkpoint) / "faults.json"
+        return json.loads(file.read_text()).get(self._name) if file.exists() else None
+
+    def _checked(self, shipment):
+        fault = self._fault()
+        if fault in ("kill", "hang"):
+            (Path(self._spec.checkpoint) / "faults.json").unlink()
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)
+        weights, found = super()._checked(shipment)
+        return weights, dataclasses.replace(found, weights_digest="00") if fault == "damage" else found
 
     def serve(self):
         for report in super().serve():

@@ -89,7 +89,7 @@ def test_pauses_double():
 
 def test_workers_that_disagree_are_refused():
     def described(name, digest, threads):
-        return WorkerDescription(name, "host", 1, (), None, digest, {"threads": threads, "jax": "1"}, 3, 1.0)  # type: ignore
+        return WorkerDescription(name, "host", 1, (), None, digest, {"threads": threads, "jax": "1"}, "", 3, 1.0)  # type: ignore
 
     standard = described("worker-0", "aa", 2)
     require_agreement(standard, described("worker-1", "aa", 2))
@@ -106,3 +106,12 @@ def test_the_end_is_seen_without_a_worker_to_ask_for():
     assert a.request.prompt_id == "a" and not book.done()
     book.settle(Answer(a.ticket, Group("a", ())), "worker-0")
     assert book.done()
+
+
+def test_what_no_worker_has_seen_comes_first_again():
+    book = ledger(named("a", "b"))
+    a, _ = take(book)
+    book.put_back(a)
+    again, alone = take(book)
+    assert again.request is a.request and not alone
+    assert take(book)[0].request.prompt_id == "b"

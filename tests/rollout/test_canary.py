@@ -64,6 +64,12 @@ def test_a_check_that_fails_is_a_fault_and_other_outcomes_are_left_alone():
     assert canary.report().faults == ("prompt 'p': WorkerError: lost",) * 2
 
 
+def test_what_other_weights_drew_is_not_compared():
+    later = completion(behaviour_logprobs=np.array([-1, -2], np.float32), policy_versions=np.array([1, 1], np.int32))
+    report = settled(Canary(1.0, "float32"), [trajectory()], [later], [later])
+    assert report.faults == () and (report.samples, report.tokens) == (0, 0)
+
+
 def test_the_share_is_a_share():
     picked = [chosen(f"p{i}", 0.25) for i in range(4000)]
     assert 0.22 < np.mean(picked) < 0.28 and picked == [chosen(f"p{i}", 0.25) for i in range(4000)]

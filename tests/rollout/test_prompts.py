@@ -91,3 +91,9 @@ def test_own_parameters_replace_the_runs():
 def test_a_row_that_cannot_be_used_is_refused_with_its_place(row, message):
     with pytest.raises(PromptError, match=f"prompts.jsonl, line 3: .*{message}|prompts.jsonl, line 3: {message}"):
         Prompt.from_row(row, 2, "prompts.jsonl, line 3")
+
+
+@pytest.mark.parametrize("first", [-1, True, 1.0, 2**31])
+def test_a_first_sample_that_is_none_is_refused(first):
+    with pytest.raises(PromptError, match="prompt 'a': first_sample: expected a whole number in 0"):
+        Prompt("a", "hi", first_sample=first)

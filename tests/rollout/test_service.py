@@ -11,7 +11,12 @@ import pytest
 from actors import Placement
 from rollout import Branch, Geometry, Rollouts, SamplingParams
 from rollout.groups import WINDOW_ROUNDS
+from rollout.prompts import Prompt
+from sampling import load_checkpoint
+from sampling.checkpoints import weights_digest
 from sampling.errors import CheckpointError, ConfigError, PromptError, RunError
+from sampling.keys import row_key
+from tests.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.ray
 
@@ -192,3 +197,47 @@ def test_it_works_within_its_with_block_and_is_entered_once(rollouts, tiny_check
 def test_a_service_that_cannot_be_built_says_why(tiny_checkpoint, arguments, error, message):
     with pytest.raises(error, match=message), Rollouts(**{"checkpoint": tiny_checkpoint, **arguments}):
         pass
+
+
+def test_samples_of_other_indices_are_other_draws_of_the_same_prompt(rollouts):
+    """A later epoch goes on where the last one ended; both may be under way at once."""
+    params = SamplingParams(n=2, max_new_tokens=8)
+    ((*whole,),) = rollouts.sample([Prompt("a", "abc", n=6)], params, seed=3)
+    parts = [Prompt("a", "abc", first_sample=first) for first in (4, 0, 2)]
+    found = list(rollouts.sample(parts, params, seed=3))
+    assert [[t.sample_index for t in group] for group in found] == [[4, 5], [0, 1], [2, 3]]
+    for group in found:
+        for t in group:
+            assert np.array_equal(t.key, whole[t.sample_index].key)
+            assert np.array_equal(t.completion_tokens, whole[t.sample_index].completion_tokens)
+    with pytest.raises(PromptError, match="its id is taken already"):
+        list(rollouts.sample([parts[0], parts[1], parts[0]], params))
+
+
+def test_failed_samples_have_the_indices_that_were_asked_for(rollouts):
+    too_long, no_tokens = Prompt("a", "a" * 100, first_sample=7), Prompt("b", tokens=(10**6,), first_sample=8)
+    (*good,), (*long,), (*unread,) = rollouts.sample(
+        [Prompt("c", "abc", n=9), too_long, no_tokens], SamplingParams(n=2, max_new_tokens=2), on_failure="record"
+    )
+    assert [t.sample_index for t in good] == list(range(9)) and not any(t.failed for t in good)
+    for group, indices in ((long, [7, 8]), (unread, [8, 9])):
+        assert [t.sample_index for t in group] == indices and all(t.failed for t in group)
+        assert [t.key.tolist() for t in group] == [row_key(0, group[0].prompt_id, i).tolist() for i in indices]
+
+
+def test_records_name_the_weights_that_drew_them(local_ray, tiny_checkpoint, tmp_path):
+    checkpoints = [load_checkpoint(path) for path in (tiny_checkpoint, tiny_llama(tmp_path / "other", seed=1))]
+    digests = [weights_digest(checkpoint.params) for checkpoint in checkpoints]
+    prompts = [Prompt(f"p{i}", "abc", n=4) for i in range(16)]
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    with Rollouts(tiny_checkpoint, workers=Placement(cpus=0, threads=1), geometry=GEOMETRY) as rollouts:
+        groups = rollouts.sample([*prompts, Prompt("bad", tokens=(10**6,))], params, on_failure="record")
+        found = list(next(groups))
+        rollouts.publish(checkpoints[1].params, 1)
+        found += [t for group in groups for t in group]
+        (*afterwards,) = (t for group in rollouts.sample(prompts[:2], params) for t in group)
+    assert all(t.policy_versions.min() == 1 for t in afterwards)
+    *drawn, unread = [*afterwards, *found]
+    assert {t.weights_digest for t in drawn} == set(digests)
+    assert all(t.weights_digest == digests[t.policy_versions[-1]] for t in drawn)
+    assert unread.failed and unread.weights_digest == digests[1]
