@@ -102,6 +102,30 @@ def sample(config: Path, out: Path, overrides: tuple[str, ...], address: str | N
 
 
 @main.command()
+@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="The run's folder.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace a value: train.steps=20.")
+@click.option("--address", help="A Ray cluster to run on; without it, this machine.")
+@click.option("--quiet", is_flag=True, help="Show neither progress nor summary.")
+@debug_option
+def train(config: Path, out: Path, overrides: tuple[str, ...], address: str | None, quiet: bool) -> None:
+    """Trains the model of CONFIG in the folder given by --out, or continues what was begun there."""
+    with stopping_at_once():
+        from rich.console import Console
+
+        from rollout.learning.train_config import load_train_config
+        from rollout.progress import ProgressReporter
+
+        train_config = load_train_config(config, overrides)
+        from rollout.learning.loop import train_run
+
+    with stopping_in_order() as check, ProgressReporter(quiet=quiet, check=check) as progress:
+        summary = train_run(train_config, out, address=address, progress=progress)
+    if not quiet:
+        summary.render(Console(file=sys.stdout))
+
+
+@main.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @debug_option

@@ -147,7 +147,7 @@ class RunConfig(Section):
     prompts: Source
     geometry: GeometryField = Geometry()
     sampling: SamplingField = SamplingParams()
-    reward: Literal["none", "reasoning_gym"] = "none"
+    reward: Literal["none", "reasoning_gym", "exact_match"] = "none"
     workers: WorkersConfig = WorkersConfig()
     seed: int = Field(default=0, ge=0, lt=2**64)
     output: OutputConfig = OutputConfig()

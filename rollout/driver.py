@@ -11,6 +11,7 @@ from actors import Deadlines, Placement, RetryPolicy, WorkerPool, WorkerSpec
 from rollout.canary import Canary
 from rollout.config import RunConfig
 from rollout.groups import GroupSampler
+from rollout.learning.train_config import TrainConfig
 from rollout.progress import Progress, ProgressReporter
 from rollout.prompts import Prompt
 from rollout.rewards import reward_from_config
@@ -127,7 +128,7 @@ def _count(prompts: Iterable[Prompt], params: SamplingParams, known_tokens: int)
     return _Census(count, rows)
 
 
-def worker_pool(config: RunConfig | ScoreConfig, address: str | None) -> WorkerPool:
+def worker_pool(config: RunConfig | ScoreConfig | TrainConfig, address: str | None) -> WorkerPool:
     """The workers that a config asks for."""
     workers = config.workers
     return WorkerPool(

@@ -73,12 +73,15 @@ class GroupSampler:
         self._window_rows = WINDOW_ROUNDS * pool.slots
         self._run_id = run_id
 
-    def sample(self, prompts: Iterable[Prompt], on_wait: Callable[[], None] | None = None) -> Iterator[TrajectoryGroup]:
+    def sample(
+        self, prompts: Iterable[Prompt | None], on_wait: Callable[[], None] | None = None
+    ) -> Iterator[TrajectoryGroup]:
         """The prompts' groups, in their order. Prompts are pulled as workers and the reordering window have room.
 
         A prompt that cannot be used, and one that workers were lost with too often, gives failed trajectories.
 
         Args:
+            prompts: may hold back: a None means "nothing now, ask again after a group".
             on_wait: see `WorkerPool.run`.
         """
         window = _Window()
@@ -109,8 +112,11 @@ class GroupSampler:
             while line and id(line[0][0]) in groups:
                 yield groups.pop(id(line.popleft()[0]))
 
-    def _requests(self, prompts: Iterable[Prompt], window: _Window) -> Iterator[Request | None]:
+    def _requests(self, prompts: Iterable[Prompt | None], window: _Window) -> Iterator[Request | None]:
         for prompt in prompts:
+            if prompt is None:
+                yield None
+                continue
             while window.rows >= self._window_rows:
                 yield from self._checks() or [None]
             yield from self._checks()

@@ -66,6 +66,10 @@ class ProgressReporter:
         if self._bar:
             self._bar.stop()
 
+    def check(self) -> None:
+        """Raises where the run is to end; shows nothing."""
+        self._check()
+
     def message(self, text: str) -> None:
         """Shows one line, above the bar if there is one."""
         self._check()

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from rollout.prompts import Prompt
 from rollout.tasks import Task
-from sampling.errors import ConfigError
+from sampling.errors import ConfigError, PromptError
 
 
 class Reward(Protocol):
@@ -61,6 +61,25 @@ class ReasoningGymReward:
         return Task.from_metadata(prompt.metadata).score(extract_answer(text))
 
 
+ANSWER_KEY = "answer"
+"""Where a prompt's metadata holds the text that `ExactMatchReward` expects."""
+
+
+class ExactMatchReward:
+    """1 where the completion, without space around it, is the prompt's `metadata.answer`, and 0 elsewhere."""
+
+    def __call__(self, prompt: Prompt, text: str) -> float:
+        """0 or 1.
+
+        Raises:
+            PromptError: the prompt's metadata has no answer.
+        """
+        answer = prompt.metadata.get(ANSWER_KEY)
+        if not isinstance(answer, str):
+            raise PromptError(f"{prompt.place}: metadata.{ANSWER_KEY}: expected text, got {answer!r}")
+        return float(text.strip() == answer.strip())
+
+
 _MINUS_SIGN = "\N{MINUS SIGN}"
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _NUMBER = re.compile(
@@ -99,6 +118,7 @@ def extract_answer(text: str) -> str | None:
 _REWARDS: dict[str, Callable[[], Reward] | None] = {
     "none": None,
     "reasoning_gym": ReasoningGymReward,
+    "exact_match": ExactMatchReward,
 }
 
 

@@ -60,7 +60,7 @@ class RunFolder:
             if path.is_dir() and not (path / MANIFEST_NAME).exists():
                 _refuse_foreign_files(path)
             (path / SHARDS_NAME).mkdir(parents=True, exist_ok=True)
-            lock = _lock(path)
+            lock = lock_folder(path)
         except OSError as error:
             raise ConfigError(
                 f"{path}: cannot be made or written: {error.strerror}; choose another --out, or make room for it"
@@ -191,7 +191,7 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _lock(path: Path) -> Any:
+def lock_folder(path: Path) -> Any:
     """An exclusive lock, which the system drops with the process, however it ends."""
     file = (path / _LOCK_NAME).open("w")
     try:

@@ -1,0 +1,241 @@
+"""train_run: prompts to workers, trajectories to the learner, weights back to the workers.
+
+One loop serves both ways of training. Prompts of a step may be drawn once the weights are at most `max_policy_lag`
+steps behind it. With 0 the workers wait for the learner; with more they draw the next batches meanwhile, and rows
+under way go on with newer weights as these are published.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors import WorkerPool
+from rollout.driver import worker_pool
+from rollout.groups import GroupSampler, TrajectoryGroup
+from rollout.learning.batch_line import Batch, BatchLine, endless
+from rollout.learning.batches import TrainBatch
+from rollout.learning.checkpointing import Checkpoints
+from rollout.learning.folder import TrainFolder
+from rollout.learning.learner import Learner
+from rollout.learning.run_metrics import Clock, TrainSummary, evaluation_figures, step_line
+from rollout.learning.step_metrics import StepMetrics
+from rollout.learning.train_config import TrainConfig
+from rollout.progress import ProgressReporter
+from rollout.prompts import Prompt
+from rollout.rewards import reward_from_config
+from rollout.sources import read_prompts
+from rollout.tokenizer import Tokenizer
+from sampling.checkpoints import load_checkpoint, load_tokenizer
+
+EVALUATION = "evaluation/"
+"""Begins the ids of held-out prompts, so that they and prompts of training never share a key."""
+
+WAIT_S = 1.0
+"""Longest wait for the learner before the workers are looked at again."""
+
+
+def train_run(
+    config: TrainConfig,
+    out_dir: str | Path,
+    *,
+    address: str | None = None,
+    progress: ProgressReporter | None = None,
+) -> TrainSummary:
+    """Trains in a folder, or continues from the newest checkpoint there.
+
+    Without a policy lag, equal configs give equal metrics and weights to the bit, times apart, interrupted or not.
+
+    Args:
+        out_dir: a new folder, or that of the same run.
+        address: of a running Ray cluster; None starts Ray on this machine.
+        progress: where to show how far the run is.
+    Raises:
+        ConfigError, PromptError, CheckpointError: the input has to change.
+        WorkerError: all workers were lost. A later start continues from the newest checkpoint.
+    """
+    progress = progress or ProgressReporter(quiet=True)
+    with TrainFolder.open(out_dir, config) as folder:
+        checkpoint = load_checkpoint(config.model.checkpoint)
+        learner = Learner(
+            checkpoint,
+            config.learner,
+            config.algorithm,
+            longest=config.geometry.cache_len,
+            longest_completion=min(config.sampling.max_new_tokens, config.geometry.cache_len),
+        )
+        progress.message(f"a step of learning holds {learner.memory_plan}")
+        checkpoints = Checkpoints(folder.checkpoints, config.train.keep_checkpoints)
+        notes: dict[str, Any] = {}
+        if checkpoints.steps:
+            restored = checkpoints.restore(learner.state)
+            learner.restore(restored.state)
+            notes = restored.notes
+            progress.message(f"continuing after step {restored.step}")
+        folder.rewind(learner.steps)
+        if learner.steps >= config.train.steps and not notes.get("line"):
+            return TrainSummary.from_folder(folder.path)
+        progress.message(f"starting {config.workers.count} worker(s) with {checkpoint.info.name}")
+        with worker_pool(config, address) as pool, ThreadPoolExecutor(1, "learner") as thread:
+            progress.message(f"a worker holds {pool.description.memory}")
+            tokenizer = Tokenizer(load_tokenizer(checkpoint.info))
+            _Loop(config, folder, pool, tokenizer, learner, checkpoints, thread, progress, notes).run()
+        return TrainSummary.from_folder(folder.path)
+
+
+@dataclasses.dataclass
+class _Learning:
+    """A step under way in the learner's thread."""
+
+    batch: Batch
+    result: Future[tuple[StepMetrics, dict[str, Any] | None, float]]
+
+
+class _Loop:
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: TrainFolder,
+        pool: WorkerPool,
+        tokenizer: Tokenizer,
+        learner: Learner,
+        checkpoints: Checkpoints,
+        thread: ThreadPoolExecutor,
+        progress: ProgressReporter,
+        notes: dict[str, Any],
+    ) -> None:
+        self._config, self._folder, self._pool, self._progress = config, folder, pool, progress
+        self._learner, self._checkpoints, self._thread = learner, checkpoints, thread
+        self._sampler = GroupSampler(
+            pool, tokenizer, config.sampling, seed=config.seed, reward=reward_from_config(config.reward)
+        )
+        self._learnt = learner.steps
+        cursor = notes.get("cursor", 0)
+        prompts = endless(lambda: read_prompts(config.prompts), config.sampling.n, cursor)
+        self._line = BatchLine(config.train, prompts, cursor, self._learnt)
+        self._learning: _Learning | None = None
+        self._pending: dict[str, Any] | None = notes.get("line")  # of a step whose evaluation is not in yet
+        self._evaluated: list[TrajectoryGroup] = []
+        self._evaluating = 0
+        self._clock = Clock(pool)
+
+    def run(self) -> None:
+        """Until the last step is learnt, and evaluated if that is due."""
+        if self._learner.version:
+            self._pool.publish(self._learner.params(), self._learner.version)
+        for group in self._sampler.sample(self._prompts(), on_wait=self._advance):
+            if group[0].prompt_id.startswith(EVALUATION):
+                self._evaluated.append(group)
+                self._evaluating -= 1
+            else:
+                self._line.add(group)
+            self._advance()
+        assert self._learnt == self._config.train.steps
+
+    def _prompts(self) -> Iterator[Prompt | None]:
+        last, lag = self._config.train.steps, self._config.train.max_policy_lag
+        for step in range(self._learnt, last + 1):
+            evaluated = self._is_evaluated(step)
+            yield from self._held_until(step if evaluated or step == last else step - lag)
+            if evaluated:
+                yield from self._evaluation(step)
+            if step < last:
+                self._line.begin()
+                while prompt := self._line.next_prompt():
+                    yield prompt
+
+    def _held_until(self, learnt: int) -> Iterator[Prompt | None]:
+        """Nothing but replacements of dropped groups until so many steps are learnt."""
+        while self._learnt < learnt:
+            self._advance()
+            if prompt := self._line.next_prompt():
+                yield prompt
+            elif self._line.outstanding or self._evaluating:
+                yield None
+            elif self._learning and self._learnt < learnt:
+                self._wait()
+
+    def _wait(self) -> None:
+        """Until the learner is done, while the workers have nothing to do."""
+        assert self._learning is not None
+        while not self._learning.result.done():
+            time.sleep(0.001)
+            self._progress.check()
+
+    def _is_evaluated(self, step: int) -> bool:
+        """Whether the weights after so many steps are evaluated."""
+        evaluation, last = self._config.evaluation, self._config.train.steps
+        return evaluation is not None and (step % evaluation.every == 0 or step == last)
+
+    def _evaluation(self, step: int) -> Iterator[Prompt | None]:
+        """The held-out prompts, and then nothing until all have come back."""
+        assert self._config.evaluation is not None
+        params = self._config.evaluation_sampling.to_dict()
+        del params["order_version"]
+        for prompt in read_prompts(self._config.evaluation.prompts):
+            self._evaluating += 1
+            yield dataclasses.replace(
+                prompt, id=f"{EVALUATION}{prompt.id}", n=None, sampling=params, first_sample=step * params["n"]
+            )
+        while self._evaluating:
+            yield None
+        rows = [row for group in self._evaluated for row in group]
+        self._evaluated = []
+        self._folder.add_evaluation(step, rows)
+        figures = evaluation_figures(rows)
+        self._progress.message(f"after {step} steps: accuracy {figures['eval_accuracy']:.3f} of {len(rows)} samples")
+        if self._pending is not None:
+            self._folder.add_metrics(self._pending | figures)
+            self._pending = None
+
+    def _advance(self) -> None:
+        """Ends a step that is learnt, and begins the next one whose batch is whole."""
+        self._progress.check()
+        if self._learning and self._learning.result.done():
+            learning, self._learning = self._learning, None
+            self._finish(learning)
+        if self._learning is None and (batch := self._line.take()):
+            rows = [row for group in batch.groups for row in group]
+            self._folder.add_step(batch.step, rows)
+            self._clock.whole(batch.step)
+            self._learning = _Learning(batch, self._thread.submit(self._learn, rows))
+
+    def _learn(self, rows: Iterable[Any]) -> tuple[StepMetrics, dict[str, Any] | None, float]:
+        """In the learner's thread: metrics, new weights if there are any, and seconds."""
+        began, version = time.monotonic(), self._learner.version
+        metrics = self._learner.step(TrainBatch.of(list(rows)))
+        changed = self._learner.version != version
+        return metrics, self._learner.params(np.float32) if changed else None, time.monotonic() - began
+
+    def _finish(self, learning: _Learning) -> None:
+        metrics, params, learn_s = learning.result.result()
+        if params is not None:
+            self._pool.publish(params, self._learner.version)
+        self._learnt += 1
+        line = step_line(learning.batch, metrics, self._clock, learn_s)
+        self._progress.message(_in_words(line))
+        evaluated = self._is_evaluated(self._learnt)
+        train = self._config.train
+        if self._learnt % train.save_every == 0 or self._learnt == train.steps:
+            notes = {"cursor": self._line.cursor_of(self._learnt), "line": line if evaluated else None}
+            self._checkpoints.save(self._learnt, self._learner.state, notes)
+        if evaluated:
+            self._pending = line
+        else:
+            self._folder.add_metrics(line)
+
+
+def _in_words(line: dict[str, Any]) -> str:
+    def shown(name: str, digits: int = 3) -> str:
+        return "-" if line[name] is None else f"{line[name]:.{digits}f}"
+
+    return (
+        f"step {line['step']}: reward {shown('reward_mean')}, loss {shown('loss', 4)}, lag {line['policy_lag_max']},"
+        f" length {shown('length_mean', 1)}, {line['tokens_per_s']:.0f} tokens/s, {line['step_s']:.1f} s"
+    )
