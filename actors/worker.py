@@ -114,7 +114,8 @@ class SamplingWorker:
         assert self._staged is not None, "stage() comes first"
         swap, self._staged = _Swap(self._staged, version), None
         self._inbox.put(swap)
-        return swap.stood_still_s.result(deadline_s)
+        stood_still_s, _ = swap.made.result(deadline_s)
+        return stood_still_s
 
     @ray.method(concurrency_group=WEIGHTS)
     def unstage(self) -> None:
@@ -170,16 +171,20 @@ class SamplingWorker:
 
 @dataclass(frozen=True)
 class _Swap:
-    """Weights that wait for the engine to be between two steps."""
+    """Weights that wait for the engine to be between two steps.
+
+    Attributes:
+        made: the seconds that the engine stood still, and the old weights: freeing them is left to another thread.
+    """
 
     weights: StagedWeights
     version: int
-    stood_still_s: Future[float] = dataclasses.field(default_factory=Future)
+    made: Future[tuple[float, Any]] = dataclasses.field(default_factory=Future)
 
     def make(self, engine: Engine) -> None:
         began = time.monotonic()
-        engine.load_weights(self.weights, self.version)
-        self.stood_still_s.set_result(time.monotonic() - began)
+        old = engine.load_weights(self.weights, self.version)
+        self.made.set_result((time.monotonic() - began, old))
 
 
 class _Desk:

@@ -70,7 +70,7 @@ class PublishCost:
             f"  into the store   {self.put_s:8.3f} s",
             f"  checked          {self.staged_s:8.3f} s   while the old weights draw",
             f"  taken over       {self.swapped_s:8.3f} s   an engine stands still for"
-            f" {1e3 * self.stood_still_s:.1f} ms at most",
+            f" {1e3 * self.stood_still_s:.2f} ms at most",
             f"generation         {self.undisturbed_s:8.3f} s   with a publication amid it: {self.disturbed_s:.3f} s",
             f"memory             {memory}",
         ]

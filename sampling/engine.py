@@ -172,14 +172,10 @@ class Engine:
         self._state = self._state.replace(rows=self._state.rows.replace(active=nobody))
 
     def stage_weights(self, params: Mapping[str, Any]) -> StagedWeights:
-        """Checks weights and puts them on the device, beside those in use; any thread may do so while the engine runs.
-
-        Raises:
-            CheckpointError: they are not of the form of the checkpoint's, or not finite; names the first such leaf.
-        """
+        """See `WeightForm.staged`. Any thread may call it while the engine runs."""
         return self._form.staged(params)
 
-    def load_weights(self, weights: StagedWeights | Mapping[str, Any], version: int) -> None:
+    def load_weights(self, weights: StagedWeights | Mapping[str, Any], version: int) -> Any:
         """Draws every further token with other weights, compiling nothing. An error leaves the old ones in use.
 
         Rows in slots keep their cache and go on; each token records its version. Prompts with samples still to admit
@@ -188,15 +184,18 @@ class Engine:
         Args:
             weights: of `stage_weights`, or what that takes: a nested dict of arrays.
             version: names them in the records, 0 .. 2^31 - 1.
+        Returns:
+            The old arrays, which are freed when nobody holds them.
         Raises:
             CheckpointError, ConfigError: the weights cannot be used, see `stage_weights`; or the version.
         """
         require_version(version)
         weights = weights if isinstance(weights, StagedWeights) else self.stage_weights(weights)
-        self._params, self.policy_version = weights.params, version
+        old, self._params, self.policy_version = self._params, weights.params, version
         self._waiting.extendleft(reversed(self._staging.unseat()))
         if self._scorer:
             self._scorer.restart()
+        return old
 
     def next_scores(self, request: Request) -> jax.Array:
         """The model's scores of the token that follows a request's given tokens, as its decode step computes them.

@@ -221,6 +221,7 @@ def test_outcomes_say_who_drew_them(pool):
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nowhere", "127.0.0.1:port", ":", 5])
 def test_an_address_where_nothing_listens_is_said_at_once(address, monkeypatch):
     monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.shutdown", lambda: None)  # the session's own Ray is needed by other tests
     with (
         pytest.raises(ConfigError, match=f"address: expected that of a running Ray cluster .*, got {address!r}: "),
         connected(address, Placement()),
