@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from rollout.groups import TrajectoryGroup
 from rollout.learning.advantages import has_signal
 from rollout.learning.train_config import TrainSection
@@ -95,7 +97,7 @@ class BatchLine:
         """Takes a group that came back."""
         batch = self._owner.pop((group[0].prompt_id, group[0].sample_index))
         batch.expected -= 1
-        rewards = [float("nan") if row.reward is None else row.reward for row in group]
+        rewards = np.array([np.nan if row.reward is None else row.reward for row in group])
         if self._settings.zero_variance == "keep" or has_signal(rewards):
             batch.groups.append(group)
             return
