@@ -123,7 +123,7 @@ class _Loop:
         self._pending: dict[str, Any] | None = notes.get("line")  # of a step whose evaluation is not in yet
         self._evaluated: list[TrajectoryGroup] = []
         self._evaluating = 0
-        self._clock = Clock(pool)
+        self._clock = Clock(lambda: pool.stats().engines, config.geometry.slots)
 
     def run(self) -> None:
         """Until the last step is learnt, and evaluated if that is due."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -13,12 +13,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from actors import WorkerPool
 from rollout.learning.advantages import has_signal
 from rollout.learning.batch_line import Batch
 from rollout.learning.folder import METRICS_NAME
 from rollout.learning.step_metrics import StepMetrics
 from rollout.trajectory import Trajectory
+from sampling.engine_stats import EngineStats
 from sampling.types import StopReason
 
 TIMES = ("tokens_per_s", "generate_s", "learn_s", "step_s", "occupancy")
@@ -28,10 +28,15 @@ CUT_OFF = (StopReason.LENGTH, StopReason.CACHE_FULL)
 
 
 class Clock:
-    """Seconds and the workers' counts between the batches."""
+    """Seconds and the workers' counts between the batches.
 
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
+    Args:
+        counts: gives those of all workers together.
+        slots: of one worker.
+    """
+
+    def __init__(self, counts: Callable[[], EngineStats], slots: int) -> None:
+        self._read, self._slots = counts, slots
         self._finished = self._whole = time.monotonic()
         self._generated: dict[int, float] = {}
         self._counts = self._now()
@@ -47,11 +52,10 @@ class Clock:
         step_s, self._finished = now - self._finished, now
         busy, steps = counts[0] - self._counts[0], counts[1] - self._counts[1]
         self._counts = counts
-        slots = self._pool.slots // max(self._pool.stats().workers, 1)
-        return self._generated.pop(step), step_s, busy / (steps * slots) if steps > 0 else None
+        return self._generated.pop(step), step_s, busy / (steps * self._slots) if steps > 0 else None
 
     def _now(self) -> tuple[int, int]:
-        engines = self._pool.stats().engines
+        engines = self._read()
         return engines.busy_row_steps, engines.steps
 
 

@@ -107,5 +107,5 @@ def test_numbers_of_any_kind_become_floats():
 def test_scorers_are_found_by_name():
     assert reward_from_config("none") is None
     assert isinstance(reward_from_config("reasoning_gym"), ReasoningGymReward)
-    with pytest.raises(ConfigError, match="reward: expected one of none, reasoning_gym, got 'math'"):
+    with pytest.raises(ConfigError, match="reward: expected one of none, reasoning_gym, exact_match, got 'math'"):
         reward_from_config("math")

@@ -77,7 +77,7 @@ def test_another_config_is_refused_with_the_difference(tmp_path):
     command = ["train", "configs/toy-grpo.yaml", "--out", str(tmp_path / "run"), "--set", "learner.learning_rate=0.5"]
     refused = CliRunner().invoke(main, [*command, "--set", "evaluation=null"])
     assert refused.exit_code == 2
-    assert "learner.learning_rate: 0.01 there, 0.5 here" in refused.output
+    assert "learner.learning_rate: 0.002 there, 0.5 here" in refused.output
     longer = train("toy-grpo", tmp_path / "run", "train.steps=2", "evaluation=null")
     assert [line["step"] for line in longer] == [0, 1]
 
