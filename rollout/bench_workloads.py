@@ -10,6 +10,7 @@ import numpy as np
 
 from sampling import Geometry, Request, SamplingParams
 from sampling.errors import ConfigError
+from sampling.types import LANE_TOKENS
 
 POLICIES = {
     "uniform": SamplingParams(),
@@ -74,9 +75,15 @@ class Workload:
 
     @property
     def geometry(self) -> Geometry:
-        """An engine's shapes with just the cache that the longest row needs, in steps of 64."""
+        """An engine's shapes with just the cache that the longest row needs, in steps of 64.
+
+        Fewer rows or prompts than the default reads together need no more than their own tokens.
+        """
         longest = max(request.prompt_tokens.size + request.params.max_new_tokens for request in self.requests)
-        return Geometry(slots=self.slots, cache_len=-(-longest // 64) * 64)
+        prompts = min(Geometry.prefill_rows, self.slots, len(self.requests))
+        tokens = prompts * max(request.prompt_tokens.size for request in self.requests)
+        chunk = min(Geometry.prefill_chunk, -(-tokens // LANE_TOKENS) * LANE_TOKENS)
+        return Geometry(self.slots, -(-longest // 64) * 64, prompts, chunk)
 
 
 def workload(name: str, tokenizer_len: int, slots: int = 32, seed: int = 0, shape: Shape | None = None) -> Workload:

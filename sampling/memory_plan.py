@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from sampling.errors import ConfigError
 from sampling.models import KVCache, ModelConfig, Transformer
-from sampling.scoring import BLOCK_TOKENS, LANE_TOKENS, LANES, ROWS
+from sampling.scoring import BLOCK_TOKENS, PASS_TOKENS, ROWS
 from sampling.types import Geometry
 
 SCORE_ARRAYS = 8
@@ -46,7 +46,7 @@ class MemoryPlan:
         weights = jax.eval_shape(lambda: model.init(jax.random.key(0), one, one))
         rows = geometry.slots + geometry.prefill_rows + ROWS
         cache = jax.eval_shape(lambda: KVCache.empty(config, rows, geometry.cache_len, dtype))
-        tokens = max(geometry.slots, geometry.prefill_rows * geometry.prefill_chunk, LANES * LANE_TOKENS)
+        tokens = max(geometry.slots, geometry.prefill_chunk, PASS_TOKENS)
         scored = max(geometry.slots, BLOCK_TOKENS)
         itemsize = np.dtype(dtype).itemsize
         activations = tokens * (8 * config.width + 4 * config.ffn) * max(itemsize, 4)

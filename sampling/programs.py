@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from sampling.capacity import Capacity
 from sampling.decode import Admission, EngineState, TokenRecord, admit, decode, prefill
+from sampling.lanes import Lanes, lane_shape
 from sampling.models import KVCache, Transformer
 from sampling.params import SamplingParams
 from sampling.policy import lower, stack
@@ -55,7 +56,9 @@ def compile_programs(
     params, vocabulary = _shapes(params), _shapes(vocabulary)
     state = jax.eval_shape(partial(empty_state, model, geometry, capacity))
     staging = jax.eval_shape(partial(empty_staging, model, geometry))
-    chunk = jax.ShapeDtypeStruct((geometry.prefill_rows, geometry.prefill_chunk), jnp.int32)
+    num_lanes, lane_len = lane_shape(geometry.prefill_chunk)
+    lanes = _shapes(Lanes.over({}, num_lanes, lane_len))
+    prompts = jax.ShapeDtypeStruct((geometry.prefill_rows, geometry.cache_len), jnp.int32)
     fresh = jax.ShapeDtypeStruct((geometry.prefill_rows,), jnp.bool_)
     one = jax.ShapeDtypeStruct((), jnp.int32)
     admission = Admission(
@@ -77,7 +80,7 @@ def compile_programs(
         return Programs(
             prefill=earlier.prefill
             if earlier
-            else compiled(partial(prefill, model), 1, params, staging, chunk, chunk, fresh),
+            else compiled(partial(prefill, model, lane_len), 1, params, staging, prompts, lanes, fresh),
             admit=compiled(admit, 0, state, staging, one, admission),
             decode=compiled(partial(decode, model, tokenizer_len), 1, params, state, vocabulary, one, one, one),
             compiled=earlier.compiled + 2 if earlier else 3,

@@ -1,7 +1,7 @@
 """Scoring by forward passes: the record of every token of a known sequence, many tokens at a time.
 
-A pass reads LANES stretches of LANE_TOKENS tokens. A long sequence takes all lanes, short ones share them, and samples
-of one prompt read it once. Every position becomes a row of its own, in the state in which the sequence was when its
+A pass reads PASS_TOKENS tokens in lanes. A long sequence takes all lanes, short ones share them, and samples of one
+prompt read it once. Every position becomes a row of its own, in the state in which the sequence was when its
 next token was due, and goes through the same chain and the same `choose` as in a decode step. What differs from a
 replay is the shape of the matrix products, and so their rounding. Nothing of the size [tokens, vocab] outlives a block
 of BLOCK_TOKENS.
@@ -23,6 +23,7 @@ from flax import struct
 
 from sampling.capacity import Capacity
 from sampling.decode import TokenRecord, choose
+from sampling.lanes import Lanes, lane_shape, read_lanes
 from sampling.models import KVCache, Transformer
 from sampling.params import SamplingParams
 from sampling.policy import Policy, lower, stack
@@ -33,16 +34,11 @@ from sampling.vocabulary import Vocabulary
 BLOCK_TOKENS = 64
 """Positions whose scores over the vocabulary exist at the same time; a divisor of a pass's."""
 
-LANES = 8
-"""Stretches of sequences that one pass reads."""
-
-LANE_TOKENS = 32
-"""Tokens of a stretch. Longer ones would waste more at the ends of sequences; more tokens in a pass gain little:
-1.9 ms a token with 256 or 512 on two cores, 2.5 with 64."""
+PASS_TOKENS = 256
+"""Tokens of a pass. More gain little: 1.9 ms a token with 256 or 512 on two cores, 2.5 with 64."""
 
 ROWS = 4
-"""Sequences under way at the same time; two lanes for each keep all lanes busy but at the very end."""
-
+"""Sequences under way at the same time."""
 
 FORWARD_BOUND = {"float32": (0.999, 1e-4), "bfloat16": (0.95, 0.5)}
 """By dtype: the share of the tokens whose log-prob, computed in other shapes of the same products, lies within so many
@@ -50,22 +46,17 @@ nats of its record. The rest are knife edges, where rounding carries an id acros
 (docs/exactness.md has the distances measured)."""
 
 
-class Lanes(struct.PyTreeNode):
+class Pass(struct.PyTreeNode):
     """What a pass reads, and all that its scores depend on.
 
     Attributes:
-        row: int32 [lanes], the sequence that a lane reads from.
-        start: int32 [lanes], place of the lane's first token in it, a multiple of LANE_TOKENS.
-        begin, end: int32 [lanes], of the places of the lane, those from `begin` to before `end` are read.
+        lanes: stretches of the sequences.
         buffer: int32 [rows, cache_len], prompts and completions.
         prompt_len, length, limit: int32 [rows]; length of both together; total length at which the budget ends.
         policy: leaves [rows, ...].
     """
 
-    row: Any
-    start: Any
-    begin: Any
-    end: Any
+    lanes: Lanes
     buffer: Any
     prompt_len: Any
     length: Any
@@ -77,7 +68,7 @@ class Scored(struct.PyTreeNode):
     """What positions tell of the tokens that follow them. Entries of positions within a prompt are unused.
 
     Attributes:
-        record: leaves [LANES, LANE_TOKENS, ...] of a pass; [completion_len, ...] of a sequence.
+        record: leaves [lanes, lane_len, ...] of a pass; [completion_len, ...] of a sequence.
         stop: int32, StopReason.code with which the policy's rules end the row after the token, or 0.
     """
 
@@ -103,19 +94,14 @@ class KnownSequence:
 
 @dataclass
 class _Reading:
-    """A sequence in a row: the next place to read, and what the places from the last prompt token on have told."""
+    """A sequence in a row: the places to read, all but its last, and what those from the last prompt token on told."""
 
     sequence: KnownSequence
     tag: Any
     tokens: np.ndarray
     policy: Policy
-    place: int
+    unread: range
     parts: list[Scored]
-
-    @property
-    def left(self) -> int:
-        """Places to read; the last token only ends the sequence."""
-        return self.tokens.size - 1 - self.place
 
     def shares_prompt(self, sequence: KnownSequence) -> bool:
         return np.array_equal(self.sequence.prompt_tokens, sequence.prompt_tokens)
@@ -148,7 +134,7 @@ class Scorer:
         one = jax.ShapeDtypeStruct((), jnp.int32)
         program = partial(score_pass, model, tokenizer_len)
         with jax.default_matmul_precision(model.matmul_precision):
-            scoring = jax.jit(program, donate_argnums=1).lower(params, self._cache, vocabulary, self._assigned()[0])
+            scoring = jax.jit(program, donate_argnums=1).lower(params, self._cache, vocabulary, self._work())
             self._pass = scoring.compile()
         self._fork = jax.jit(KVCache.fork, donate_argnums=0).lower(self._cache, one, one, one).compile()
 
@@ -164,7 +150,7 @@ class Scorer:
     @property
     def idle(self) -> bool:
         """True if nothing waits and nothing is being read."""
-        return not self._waiting and all(row is None or not row.left for row in self._rows)
+        return not self._waiting and all(row is None or not row.unread for row in self._rows)
 
     def abort(self) -> None:
         """Forgets every sequence."""
@@ -175,23 +161,26 @@ class Scorer:
 
     def restart(self) -> None:
         """Puts every sequence that is being read back into the queue: nothing read so far counts."""
-        begun = [reading for reading in self._rows if reading and reading.left]
+        begun = [reading for reading in self._rows if reading and reading.unread]
         self._waiting.extendleft((reading.sequence, reading.tag) for reading in reversed(begun))
         self._rows = [None] * ROWS
 
     def step(self, params: Any, vocabulary: Vocabulary) -> list[tuple[Any, Scored]]:
         """One pass; returns what it finished: tags and scores, leaves NumPy [completion_len, ...]."""
         self._seat_waiting()
-        lanes, readers = self._assigned()
-        self._cache, scored = self._pass(params, self._cache, vocabulary, lanes)
-        scored = jax.device_get(scored)
-        finished = []
+        work = self._work()
+        self._cache, scored = self._pass(params, self._cache, vocabulary, work)
+        scored, lanes = jax.device_get(scored), work.lanes
+        readers = [self._reading(row) for row in lanes.row[lanes.begin < lanes.end]]
         for lane, reading in enumerate(readers):
             first = max(int(lanes.begin[lane]), reading.sequence.prompt_tokens.size - 1) - int(lanes.start[lane])
             told = slice(first, int(lanes.end[lane]) - int(lanes.start[lane]))
             reading.parts.append(jax.tree.map(lambda leaf, lane=lane, told=told: leaf[lane, told], scored))
+        for row, left in lanes.left_of(self._unread()).items():
+            self._reading(row).unread = left
+        finished = []
         for reading in {id(reading): reading for reading in readers}.values():
-            if not reading.left:
+            if not reading.unread:
                 joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *reading.parts)
                 finished.append((reading.tag, joined))
                 reading.parts.clear()
@@ -203,10 +192,10 @@ class Scorer:
             sequence, tag = self._waiting[0]
             known = sequence.prompt_tokens.size - 1
             kin = [row for row, other in enumerate(self._rows) if other and other.shares_prompt(sequence)]
-            ready = [row for row in kin if self._reading(row).place >= known]
+            ready = [row for row in kin if self._reading(row).unread.start >= known]
             if kin and not ready:
                 return  # its prompt is being read
-            free = [row for row, other in enumerate(self._rows) if other is None or not other.left]
+            free = [row for row, other in enumerate(self._rows) if other is None or not other.unread]
             if not free:
                 return
             # A row that nobody needs as a source goes first.
@@ -215,7 +204,7 @@ class Scorer:
             self._cache = self._fork(self._cache, np.int32(source), np.int32(target), np.int32(count))
             tokens = np.concatenate([sequence.prompt_tokens, sequence.completion_tokens])
             policy = lower(sequence.params, self._capacity)
-            self._rows[target] = _Reading(sequence, tag, tokens, policy, count, [])
+            self._rows[target] = _Reading(sequence, tag, tokens, policy, range(count, tokens.size - 1), [])
             self._waiting.popleft()
 
     def _reading(self, row: int) -> _Reading:
@@ -223,25 +212,21 @@ class Scorer:
         assert reading is not None
         return reading
 
-    def _assigned(self) -> tuple[Lanes, list[_Reading]]:
-        """The next pass, and who reads in its lanes; sequences move on as if it had been made."""
-        row, start, begin, end = (np.zeros(LANES, np.int32) for _ in range(4))
+    def _unread(self) -> dict[int, range]:
+        return {row: reading.unread for row, reading in enumerate(self._rows) if reading}
+
+    def _work(self) -> Pass:
+        """The next pass."""
         buffer = np.zeros((ROWS, self._cache_len), np.int32)
-        prompt_len, length, limit = (np.zeros(ROWS, np.int32) for _ in range(3))
-        policies, readers = [self._neutral] * ROWS, []
-        for place, reading in enumerate(self._rows):
-            if reading is None:
-                continue
-            buffer[place, : reading.tokens.size] = reading.tokens
-            prompt_len[place], length[place] = reading.sequence.prompt_tokens.size, reading.tokens.size
-            limit[place], policies[place] = reading.sequence.limit, reading.policy
-            while reading.left and len(readers) < LANES:
-                lane, first = len(readers), reading.place // LANE_TOKENS * LANE_TOKENS
-                row[lane], start[lane], begin[lane] = place, first, reading.place
-                reading.place += min(first + LANE_TOKENS - reading.place, reading.left)
-                end[lane] = reading.place
-                readers.append(reading)
-        return Lanes(row, start, begin, end, buffer, prompt_len, length, limit, stack(policies)), readers
+        prompt_len, length, limit = np.zeros((3, ROWS), np.int32)
+        policies = [self._neutral] * ROWS
+        for row, reading in enumerate(self._rows):
+            if reading is not None:
+                buffer[row, : reading.tokens.size] = reading.tokens
+                prompt_len[row], length[row] = reading.sequence.prompt_tokens.size, reading.tokens.size
+                limit[row], policies[row] = reading.sequence.limit, reading.policy
+        lanes = Lanes.over(self._unread(), *lane_shape(PASS_TOKENS))
+        return Pass(lanes, buffer, prompt_len, length, limit, stack(policies))
 
 
 def score_pass(
@@ -250,19 +235,15 @@ def score_pass(
     params: Any,
     cache: KVCache,
     vocabulary: Vocabulary,
-    lanes: Lanes,
+    work: Pass,
 ) -> tuple[KVCache, Scored]:
     """Reads the lanes and scores the tokens that follow theirs."""
-    capacity = lanes.buffer.shape[1]
-    places = lanes.start[:, None] + jnp.arange(LANE_TOKENS, dtype=jnp.int32)[None, :]
-    read = (places >= lanes.begin[:, None]) & (places < lanes.end[:, None])
-    tokens = jnp.where(read, lanes.buffer[lanes.row[:, None], jnp.minimum(places, capacity - 1)], 0)
+    (num_lanes, lane_len), capacity = lane_shape(PASS_TOKENS), work.buffer.shape[1]
+    hidden, cache = read_lanes(model, params, cache, work.buffer, work.lanes, lane_len)
     forward: Any = partial(model.apply, {"params": params})
-    hidden, cache = forward(tokens, jnp.where(read, places, -1), cache, lanes.row)
-
-    num_tokens = LANES * LANE_TOKENS
-    hidden, row, length = hidden.reshape(num_tokens, -1), jnp.repeat(lanes.row, LANE_TOKENS), places.reshape(-1) + 1
-    due = read.reshape(-1) & (length >= lanes.prompt_len[row])
+    places, read = work.lanes.places(lane_len)
+    hidden, row, length = hidden.reshape(PASS_TOKENS, -1), jnp.repeat(work.lanes.row, lane_len), places.reshape(-1) + 1
+    due = read.reshape(-1) & (length >= work.prompt_len[row])
 
     def scored(at: jax.Array) -> Scored:
         """Of positions `at` int32 [block], counted through all lanes."""
@@ -270,14 +251,14 @@ def score_pass(
 
         def of_due() -> Scored:
             before = StepState.prefixes(
-                lanes.buffer[these],
-                lanes.prompt_len[these],
+                work.buffer[these],
+                work.prompt_len[these],
                 jnp.where(due[at], length[at], 0),
-                lanes.limit[these],
+                work.limit[these],
                 model.config.vocab_size,
             )
-            policy = jax.tree.map(lambda leaf: leaf[these], lanes.policy)
-            following = lanes.buffer[these, jnp.minimum(length[at], capacity - 1)]
+            policy = jax.tree.map(lambda leaf: leaf[these], work.policy)
+            following = work.buffer[these, jnp.minimum(length[at], capacity - 1)]
             choice = choose(policy, before, forward(hidden[at], method="logits"), following, tokenizer_len)
             stop = policy.bound(vocabulary).stop_codes(before, before.commit(following), following)
             return Scored(choice.record, stop)
@@ -285,6 +266,6 @@ def score_pass(
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(of_due))
         return jax.lax.cond(jnp.any(due[at]), of_due, lambda: empty)
 
-    blocks = jnp.arange(num_tokens, dtype=jnp.int32).reshape(-1, BLOCK_TOKENS)
+    blocks = jnp.arange(PASS_TOKENS, dtype=jnp.int32).reshape(-1, BLOCK_TOKENS)
     by_block = jax.lax.map(scored, blocks)
-    return cache, jax.tree.map(lambda leaf: leaf.reshape(LANES, LANE_TOKENS, *leaf.shape[2:]), by_block)
+    return cache, jax.tree.map(lambda leaf: leaf.reshape(num_lanes, lane_len, *leaf.shape[2:]), by_block)

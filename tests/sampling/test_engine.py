@@ -23,7 +23,7 @@ from sampling.policy import lower
 from sampling.state import StepState
 from tests.tiny_models import TOKENIZER_LEN, tiny_llama
 
-GEOMETRY = Geometry(slots=8, cache_len=48, prefill_rows=2, prefill_chunk=8)
+GEOMETRY = Geometry(slots=8, cache_len=48, prefill_rows=2, prefill_chunk=32)
 
 MIXED = [
     SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True),

@@ -88,8 +88,8 @@ def test_what_is_aborted_leaves_nothing_behind(engine):
     for i in range(20):
         engine.submit(Request(f"p{i}", prompt(i), SamplingParams(max_new_tokens=40, ignore_eos=True)))
     engine.submit(Request("s", prompt(3), given=([5, 6],), forward=True))
-    engine._prefill_waiting()
-    engine._admit_staged()
+    engine._prefill()
+    engine._admit(*engine._staging.ready())
     engine.abort()
     assert engine.idle and engine.step() == [] and engine.stats().slots_busy == 0
     assert_same_bits(alone, rows(engine.generate([Request("p", prompt(3), MIXED[6])])))

@@ -28,7 +28,7 @@ def test_the_plan_counts_what_the_engine_holds(checkpoint, dtype, geometry):
     list(engine.generate([Request("p", [5, 6], given=([7],), forward=True)]))
     plan = MemoryPlan.of(checkpoint.info.config, geometry, jnp.dtype(dtype))
     assert plan.weights == bytes_of(engine._params)
-    assert plan.cache == bytes_of((engine._state.cache, engine._staging, engine._scorer._cache))
+    assert plan.cache == bytes_of((engine._state.cache, engine._staging.cache, engine._scorer._cache))
     state = engine._state.replace(cache=None, policy=None)
     assert bytes_of(state) <= plan.state <= 1.2 * bytes_of(state) + 2048
 

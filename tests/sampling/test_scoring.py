@@ -18,7 +18,7 @@ from sampling.capacity import Capacity
 from sampling.draw import Distribution
 from sampling.errors import ConfigError
 from sampling.params import ORDERS
-from sampling.scoring import LANE_TOKENS, LANES
+from sampling.scoring import PASS_TOKENS
 from tests.sampling.test_engine import GEOMETRY, MIXED, prompt, rows
 from tests.sampling.test_engine_policies import random_policy
 from tests.tiny_models import tiny_llama
@@ -216,7 +216,7 @@ def test_b024_b025_entropy_is_of_the_final_distribution():
 def test_sequences_longer_than_a_pass_are_scored_whole(checkpoint):
     """One that takes more than a pass alone, beside short ones, against their replays."""
     engine = Engine(checkpoint, Geometry(slots=4, cache_len=320, prefill_chunk=8))
-    assert LANES * LANE_TOKENS < 300
+    assert PASS_TOKENS < 300
     params = SamplingParams(frequency_penalty=0.3, no_repeat_ngram_size=3)
     asked = [
         Request(f"p{size}", prompt(size), params.replace(max_new_tokens=size), given=(prompt(size, size),))

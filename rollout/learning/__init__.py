@@ -1,0 +1,1 @@
+"""Learning from trajectories: advantages, losses, the learner and its loop."""
