@@ -192,7 +192,7 @@ class Engine:
         require_version(version)
         weights = weights if isinstance(weights, StagedWeights) else self.stage_weights(weights)
         old, self._params, self.policy_version = self._params, weights.params, version
-        self._waiting.extendleft(reversed(self._staging.unseat()))
+        self._staging.restart()
         if self._scorer:
             self._scorer.restart()
         return old

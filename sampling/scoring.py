@@ -40,7 +40,6 @@ PASS_TOKENS = 256
 ROWS = 4
 """Sequences under way at the same time."""
 
-
 FORWARD_BOUND = {"float32": (0.999, 1e-4), "bfloat16": (0.95, 0.5)}
 """By dtype: the share of the tokens whose log-prob, computed in other shapes of the same products, lies within so many
 nats of its record. The rest are knife edges, where rounding carries an id across a filter's threshold or past the best

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -23,6 +23,11 @@ class _Seat:
     group: OpenGroup
     unread: range
     used: bool = True
+
+    @classmethod
+    def of(cls, group: OpenGroup) -> Self:
+        """A prompt of which nothing is read. Its last token is left to the first decode step."""
+        return cls(group, range(group.request.prompt_tokens.size - 1))
 
 
 class Staging:
@@ -45,9 +50,7 @@ class Staging:
         """Takes requests from the line for as long as there are free rows."""
         for row in range(self._geometry.prefill_rows):
             if waiting and row not in self._seats:
-                group = waiting.popleft()
-                # The last prompt token is left to the first decode step.
-                self._seats[row] = _Seat(group, range(group.request.prompt_tokens.size - 1))
+                self._seats[row] = _Seat.of(waiting.popleft())
 
     def read(self, prefill: Callable[..., KVCache], params: Any) -> int:
         """Reads for one pass; returns the prompt tokens read."""
@@ -69,15 +72,13 @@ class Staging:
         seats = self._seats.items()
         return next(((row, seat.group) for row, seat in seats if not (seat.used or seat.unread)), None)
 
+    def restart(self) -> None:
+        """Has every prompt read from its beginning again."""
+        self._seats = {row: _Seat.of(seat.group) for row, seat in self._seats.items()}
+
     def leave(self, row: int) -> None:
         """Frees a row."""
         del self._seats[row]
-
-    def unseat(self) -> list[OpenGroup]:
-        """Every prompt's group, in their order, to be read anew."""
-        groups = [seat.group for seat in self._seats.values()]
-        self._seats.clear()
-        return groups
 
     def abort(self) -> None:
         """Forgets every prompt."""
