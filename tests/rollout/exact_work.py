@@ -20,7 +20,7 @@ from sampling import Engine, Geometry, Request, SamplingParams, load_checkpoint
 from sampling.capacity import Capacity
 from sampling.types import Completion, Group
 
-GEOMETRY = Geometry(slots=8, cache_len=64, prefill_rows=2, prefill_chunk=8)
+GEOMETRY = Geometry(slots=8, cache_len=64, prefill_rows=4, prefill_chunk=32)
 CAPACITY = Capacity(support=64)
 SEED = 7
 
