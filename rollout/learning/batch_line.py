@@ -17,6 +17,7 @@ from rollout.groups import TrajectoryGroup
 from rollout.learning.advantages import has_signal
 from rollout.learning.train_config import TrainSection
 from rollout.prompts import Prompt
+from rollout.trajectory import Trajectory
 
 
 @dataclass
@@ -27,7 +28,7 @@ class Batch:
         step: which.
         cursor: prompts taken from the source before its first one.
         groups: that it learns from.
-        dropped: groups left out, their rewards all equal.
+        dropped: groups that it does not learn from, their rewards all equal.
         expected: groups that were asked for and have not come.
         refills: prompts that replaced dropped groups.
     """
@@ -35,9 +36,19 @@ class Batch:
     step: int
     cursor: int
     groups: list[TrajectoryGroup] = field(default_factory=list)
-    dropped: int = 0
+    dropped: list[TrajectoryGroup] = field(default_factory=list)
     expected: int = 0
     refills: int = 0
+
+    @property
+    def drawn(self) -> list[Trajectory]:
+        """Every sample, learnt from or not."""
+        return [row for group in [*self.groups, *self.dropped] for row in group]
+
+
+def rewards_of(group: TrajectoryGroup) -> np.ndarray:
+    """Rewards float64 [samples], NaN where there is none."""
+    return np.array([np.nan if row.reward is None else row.reward for row in group])
 
 
 def endless(read: Callable[[], Iterable[Prompt]], samples: int, skip: int = 0) -> Iterator[Prompt]:
@@ -97,11 +108,10 @@ class BatchLine:
         """Takes a group that came back."""
         batch = self._owner.pop((group[0].prompt_id, group[0].sample_index))
         batch.expected -= 1
-        rewards = np.array([np.nan if row.reward is None else row.reward for row in group])
-        if self._settings.zero_variance == "keep" or has_signal(rewards):
+        if self._settings.zero_variance == "keep" or has_signal(rewards_of(group)):
             batch.groups.append(group)
             return
-        batch.dropped += 1
+        batch.dropped.append(group)
         if batch.refills < self._settings.max_refills:
             batch.refills += 1
             batch.expected += 1

@@ -2,7 +2,7 @@
 
     DIR/config.yaml                         the resolved config
     DIR/metrics.jsonl                       one object per step
-    DIR/trajectories/step-000012.parquet    what the step learnt from
+    DIR/trajectories/step-000012.parquet    what was drawn for the step
     DIR/evaluations/step-000012.parquet     held-out prompts, by the weights after 12 steps
     DIR/checkpoints/                        the learner's state
 
@@ -72,8 +72,12 @@ class TrainFolder:
         """Where the learner's state is kept."""
         return self.path / CHECKPOINTS_NAME
 
-    def rewind(self, step: int) -> None:
-        """Removes what was written of this step and later ones; evaluations only of later ones."""
+    def rewind(self, step: int) -> int:
+        """Removes what was written of this step and later ones; evaluations only of later ones.
+
+        Returns:
+            Steps that have a line of metrics.
+        """
         metrics = self.path / METRICS_NAME
         lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
@@ -82,6 +86,7 @@ class TrainFolder:
             for file in (self.path / name).glob("step-*.parquet"):
                 if int(file.stem.removeprefix("step-")) >= first:
                     file.unlink()
+        return len(kept)
 
     def add_metrics(self, metrics: dict[str, Any]) -> None:
         """Appends one step's line."""
@@ -91,7 +96,7 @@ class TrainFolder:
             os.fsync(file.fileno())
 
     def add_step(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Writes what a step learns from."""
+        """Writes what was drawn for a step."""
         self._write(TRAJECTORIES_NAME, step, trajectories)
 
     def add_evaluation(self, step: int, trajectories: Sequence[Trajectory]) -> None:

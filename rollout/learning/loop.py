@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from actors import WorkerPool
 from rollout.driver import worker_pool
 from rollout.groups import GroupSampler, TrajectoryGroup
 from rollout.learning.batch_line import Batch, BatchLine, endless
-from rollout.learning.batches import TrainBatch
+from rollout.learning.batches import TrainBatch, require_learnable
 from rollout.learning.checkpointing import Checkpoints
 from rollout.learning.folder import TrainFolder
 from rollout.learning.learner import Learner
@@ -32,13 +32,15 @@ from rollout.prompts import Prompt
 from rollout.rewards import reward_from_config
 from rollout.sources import read_prompts
 from rollout.tokenizer import Tokenizer
+from rollout.trajectory import Trajectory
 from sampling.checkpoints import load_checkpoint, load_tokenizer
+from sampling.errors import PromptError
 
 EVALUATION = "evaluation/"
 """Begins the ids of held-out prompts, so that they and prompts of training never share a key."""
 
-WAIT_S = 1.0
-"""Longest wait for the learner before the workers are looked at again."""
+WAIT_S = 0.2
+"""Longest wait for the learner before it is asked whether the run is to end."""
 
 
 def train_run(
@@ -63,6 +65,8 @@ def train_run(
     progress = progress or ProgressReporter(quiet=True)
     with TrainFolder.open(out_dir, config) as folder:
         checkpoint = load_checkpoint(config.model.checkpoint)
+        tokenizer = Tokenizer(load_tokenizer(checkpoint.info))
+        _require_trainable(config, tokenizer)
         learner = Learner(
             checkpoint,
             config.learner,
@@ -78,14 +82,15 @@ def train_run(
             learner.restore(restored.state)
             notes = restored.notes
             progress.message(f"continuing after step {restored.step}")
-        folder.rewind(learner.steps)
-        if learner.steps >= config.train.steps and not notes.get("line"):
+        told = folder.rewind(learner.steps)
+        unevaluated = None if told == learner.steps else notes.get("line")
+        if learner.steps >= config.train.steps and unevaluated is None:
             return TrainSummary.from_folder(folder.path)
         progress.message(f"starting {config.workers.count} worker(s) with {checkpoint.info.name}")
         with worker_pool(config, address) as pool, ThreadPoolExecutor(1, "learner") as thread:
             progress.message(f"a worker holds {pool.description.memory}")
-            tokenizer = Tokenizer(load_tokenizer(checkpoint.info))
-            _Loop(config, folder, pool, tokenizer, learner, checkpoints, thread, progress, notes).run()
+            loop = _Loop(config, folder, pool, tokenizer, learner, checkpoints, thread, progress)
+            loop.run(notes.get("cursor", 0), unevaluated)
         return TrainSummary.from_folder(folder.path)
 
 
@@ -108,7 +113,6 @@ class _Loop:
         checkpoints: Checkpoints,
         thread: ThreadPoolExecutor,
         progress: ProgressReporter,
-        notes: dict[str, Any],
     ) -> None:
         self._config, self._folder, self._pool, self._progress = config, folder, pool, progress
         self._learner, self._checkpoints, self._thread = learner, checkpoints, thread
@@ -116,17 +120,22 @@ class _Loop:
             pool, tokenizer, config.sampling, seed=config.seed, reward=reward_from_config(config.reward)
         )
         self._learnt = learner.steps
-        cursor = notes.get("cursor", 0)
-        prompts = endless(lambda: read_prompts(config.prompts), config.sampling.n, cursor)
-        self._line = BatchLine(config.train, prompts, cursor, self._learnt)
         self._learning: _Learning | None = None
-        self._pending: dict[str, Any] | None = notes.get("line")  # of a step whose evaluation is not in yet
+        self._pending: dict[str, Any] | None = None  # the line of a step whose evaluation is not in yet
         self._evaluated: list[TrajectoryGroup] = []
         self._evaluating = 0
         self._clock = Clock(lambda: pool.stats().engines, config.geometry.slots)
 
-    def run(self) -> None:
-        """Until the last step is learnt, and evaluated if that is due."""
+    def run(self, cursor: int, unevaluated: dict[str, Any] | None) -> None:
+        """Until the last step is learnt, and evaluated if that is due.
+
+        Args:
+            cursor: prompts that the steps so far have taken.
+            unevaluated: the line of the last step, if its evaluation was broken off.
+        """
+        prompts = endless(lambda: read_prompts(self._config.prompts), self._config.sampling.n, cursor)
+        self._line = BatchLine(self._config.train, prompts, cursor, self._learnt)
+        self._pending = unevaluated
         if self._learner.version:
             self._pool.publish(self._learner.params(), self._learner.version)
         for group in self._sampler.sample(self._prompts(), on_wait=self._advance):
@@ -140,8 +149,10 @@ class _Loop:
 
     def _prompts(self) -> Iterator[Prompt | None]:
         last, lag = self._config.train.steps, self._config.train.max_policy_lag
-        for step in range(self._learnt, last + 1):
-            evaluated = self._is_evaluated(step)
+        first = self._learnt
+        for step in range(first, last + 1):
+            # The weights that a run continues with were evaluated, unless that was broken off.
+            evaluated = self._is_evaluated(step) and (step != first or step == 0 or self._pending is not None)
             yield from self._held_until(step if evaluated or step == last else step - lag)
             if evaluated:
                 yield from self._evaluation(step)
@@ -158,14 +169,13 @@ class _Loop:
                 yield prompt
             elif self._line.outstanding or self._evaluating:
                 yield None
-            elif self._learning and self._learnt < learnt:
+            elif self._learning:
                 self._wait()
 
     def _wait(self) -> None:
         """Until the learner is done, while the workers have nothing to do."""
         assert self._learning is not None
-        while not self._learning.result.done():
-            time.sleep(0.001)
+        while not wait([self._learning.result], WAIT_S).done:
             self._progress.check()
 
     def _is_evaluated(self, step: int) -> bool:
@@ -201,15 +211,15 @@ class _Loop:
             learning, self._learning = self._learning, None
             self._finish(learning)
         if self._learning is None and (batch := self._line.take()):
-            rows = [row for group in batch.groups for row in group]
-            self._folder.add_step(batch.step, rows)
+            self._folder.add_step(batch.step, batch.drawn)
             self._clock.whole(batch.step)
+            rows = [row for group in batch.groups for row in group]
             self._learning = _Learning(batch, self._thread.submit(self._learn, rows))
 
-    def _learn(self, rows: Iterable[Any]) -> tuple[StepMetrics, dict[str, Any] | None, float]:
+    def _learn(self, rows: list[Trajectory]) -> tuple[StepMetrics, dict[str, Any] | None, float]:
         """In the learner's thread: metrics, new weights if there are any, and seconds."""
         began, version = time.monotonic(), self._learner.version
-        metrics = self._learner.step(TrainBatch.of(list(rows)))
+        metrics = self._learner.step(TrainBatch.of(rows))
         changed = self._learner.version != version
         return metrics, self._learner.params(np.float32) if changed else None, time.monotonic() - began
 
@@ -221,14 +231,40 @@ class _Loop:
         line = step_line(learning.batch, metrics, self._clock, learn_s)
         self._progress.message(_in_words(line))
         evaluated = self._is_evaluated(self._learnt)
-        train = self._config.train
-        if self._learnt % train.save_every == 0 or self._learnt == train.steps:
-            notes = {"cursor": self._line.cursor_of(self._learnt), "line": line if evaluated else None}
-            self._checkpoints.save(self._learnt, self._learner.state, notes)
         if evaluated:
             self._pending = line
-        else:
+        else:  # before the checkpoint: what lies beyond one is drawn again, what it lacks would be lost
             self._folder.add_metrics(line)
+        train = self._config.train
+        if self._learnt % train.save_every == 0 or self._learnt == train.steps:
+            notes = {"cursor": self._line.cursor_of(self._learnt), "line": self._pending}
+            self._checkpoints.save(self._learnt, self._learner.state, notes)
+
+
+def _require_trainable(config: TrainConfig, tokenizer: Tokenizer) -> None:
+    """Reads all prompts once, so that a bad one costs seconds before the run and not hours into it."""
+    for prompt in read_prompts(config.prompts):
+        params = prompt.params(config.sampling)
+        require_learnable(params, f"{prompt.place}: ")
+        if params.n != config.sampling.n:
+            raise PromptError(
+                f"{prompt.place}: n: expected {config.sampling.n}, sampling.n of the run, got {params.n}; groups of one"
+                " training have one size"
+            )
+        _require_room(prompt, tokenizer, config.geometry.cache_len)
+    if config.evaluation:
+        for prompt in read_prompts(config.evaluation.prompts):
+            _require_room(prompt, tokenizer, config.geometry.cache_len)
+
+
+def _require_room(prompt: Prompt, tokenizer: Tokenizer, cache_len: int) -> None:
+    tokens = tokenizer.tokenize(prompt).prompt_tokens
+    assert tokens is not None
+    if tokens.size >= cache_len:
+        raise PromptError(
+            f"{prompt.place}: {tokens.size} tokens leave no room in a cache of {cache_len}; shorten the prompt or raise"
+            " geometry.cache_len"
+        )
 
 
 def _in_words(line: dict[str, Any]) -> str:

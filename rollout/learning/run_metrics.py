@@ -14,17 +14,15 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.learning.advantages import has_signal
-from rollout.learning.batch_line import Batch
+from rollout.learning.batch_line import Batch, rewards_of
+from rollout.learning.batches import CUT_OFF
 from rollout.learning.folder import METRICS_NAME
 from rollout.learning.step_metrics import StepMetrics
 from rollout.trajectory import Trajectory
 from sampling.engine_stats import EngineStats
-from sampling.types import StopReason
 
 TIMES = ("tokens_per_s", "generate_s", "learn_s", "step_s", "occupancy")
 """Figures that are not the same in two runs of one config."""
-
-CUT_OFF = (StopReason.LENGTH, StopReason.CACHE_FULL)
 
 
 class Clock:
@@ -61,9 +59,8 @@ class Clock:
 
 def step_line(batch: Batch, metrics: StepMetrics, clock: Clock, learn_s: float) -> dict[str, Any]:
     """One line of metrics.jsonl."""
-    rows = [row for group in batch.groups for row in group]
-    groups = len(batch.groups) + batch.dropped
-    silent = batch.dropped + sum(not has_signal(_rewards(group)) for group in batch.groups)
+    rows, groups = batch.drawn, len(batch.groups) + len(batch.dropped)
+    silent = len(batch.dropped) + sum(not has_signal(rewards_of(group)) for group in batch.groups)
     tokens = sum(row.completion_len for row in rows)
     generate_s, step_s, occupancy = clock.finish(batch.step)
     return {
@@ -73,7 +70,7 @@ def step_line(batch: Batch, metrics: StepMetrics, clock: Clock, learn_s: float) 
         "learnt_rows": metrics.rows,
         "learnt_tokens": metrics.tokens,
         "groups": len(batch.groups),
-        "groups_dropped": batch.dropped,
+        "groups_dropped": len(batch.dropped),
         "zero_variance_share": silent / groups if groups else None,
         **_length_figures(rows),
         "tokens": tokens,
@@ -112,10 +109,6 @@ def _length_figures(rows: Sequence[Trajectory]) -> dict[str, Any]:
         "length_max": max(lengths, default=None),
         "truncated_share": _mean([row.stop_reason in CUT_OFF for row in rows]),
     }
-
-
-def _rewards(group: Sequence[Trajectory]) -> np.ndarray:
-    return np.array([np.nan if row.reward is None else row.reward for row in group])
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,15 +38,12 @@ def untimed(lines):
 
 @pytest.mark.parametrize("config", ["toy-grpo", "toy-async", "toy-ppo"])
 def test_a_toy_is_learnt(config, tmp_path):
-    began = time.monotonic()
     lines = train(config, tmp_path / "run")
-    assert time.monotonic() - began < 120
+    assert sum(line["step_s"] for line in lines) < 60
     assert [line["step"] for line in lines] == list(range(len(lines)))
     assert all(line.keys() >= REQUIRED for line in lines)
     assert lines[0]["reward_mean"] < 0.3
-    rewards = [line["reward_mean"] for line in lines]
-    assert max(sum(rewards[i : i + 5]) / 5 for i in range(len(rewards) - 4)) > 0.95
-    assert sum(rewards[-5:]) / 5 > 0.85  # and stays there, but for what an entropy bonus goes on trying
+    assert sum(line["reward_mean"] for line in lines[-5:]) / 5 > 0.95
     lag = 2 if config == "toy-async" else 0
     assert max(line["policy_lag_max"] for line in lines) <= lag
     fresh = [line["mismatch_p999"] for line in lines if line["mismatch_p999"] is not None]
@@ -71,7 +69,40 @@ def test_equal_runs_are_equal_to_the_bit_and_a_killed_one_goes_on(tmp_path):
     process.wait(timeout=30)
     assert len(metrics(tmp_path / "killed")) < 9
     assert untimed(train("toy-grpo", tmp_path / "killed", *settings)) == untimed(whole)
-    assert train("toy-grpo", tmp_path / "killed", *settings) == metrics(tmp_path / "killed")
+    finished = metrics(tmp_path / "killed")
+    assert train("toy-grpo", tmp_path / "killed", *settings) == finished  # nothing is left to do
+
+
+def test_a_run_that_is_broken_off_in_an_evaluation_evaluates_again(tmp_path):
+    """The checkpoint holds the line that waits for the evaluation; that line is lost, or half of it."""
+    settings = ["train.steps=4", "train.save_every=2", "evaluation.every=2"]
+    whole = train("toy-grpo", tmp_path / "run", *settings)
+    path = tmp_path / "run" / "metrics.jsonl"
+    kept = path.read_text().splitlines(keepends=True)
+    for left in ("".join(kept[:3]), "".join(kept[:3]) + kept[3][:40]):
+        path.write_text(left)
+        assert untimed(train("toy-grpo", tmp_path / "run", *settings)) == untimed(whole)
+
+
+def test_a_batch_with_nothing_to_learn_from_is_told_and_passed_over(tmp_path):
+    settings = ["train.steps=2", "train.zero_variance=drop", "train.max_refills=0", "evaluation=null"]
+    settings += ["sampling.n=2", "train.prompts_per_step=1", "seed=3", "sampling.temperature=0.0001"]
+    lines = train("toy-grpo", tmp_path / "run", *settings)
+    assert [line["skipped"] for line in lines] == ["no token to learn from"] * 2
+    assert all(line["groups_dropped"] == 1 and line["reward_mean"] in (0.0, 1.0) for line in lines)
+    assert len(list(read_parquet(tmp_path / "run" / "trajectories" / "step-000001.parquet"))) == 2
+
+
+def test_prompts_that_cannot_be_trained_on_are_refused_before_workers_start(tmp_path):
+    for rows, message in (
+        ("{id: x, prompt: a, n: 3}", "n: expected 16, sampling.n of the run, got 3"),
+        ("{id: x, prompt: a, sampling: {top_k: 2, record_support: 0}}", "expected sampling.record_support above 0"),
+        ("{id: x, prompt: 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa'}", "leave no room in a cache of 32"),
+    ):
+        command = ["train", "configs/toy-grpo.yaml", "--out", str(tmp_path / "run")]
+        refused = CliRunner().invoke(main, [*command, "--set", f"prompts={{source: inline, rows: [{rows}]}}"])
+        assert refused.exit_code == 2 and message in refused.output, refused.output
+        shutil.rmtree(tmp_path / "run")
 
 
 def test_another_config_is_refused_with_the_difference(tmp_path):
