@@ -11,6 +11,7 @@ import dataclasses
 import json
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,26 @@ debug_option = click.option(
 )
 
 
+def job_options(example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The arguments of a command that runs a config in a folder; `example` is one of `--set`."""
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        for option in (
+            debug_option,
+            click.option("--quiet", is_flag=True, help="Show neither progress nor summary."),
+            click.option("--address", help="A Ray cluster to run on; without it, this machine."),
+            click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help=f"Replace a value: {example}."),
+            click.option(
+                "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="The run's folder."
+            ),
+            click.argument("config", type=click.Path(dir_okay=False, path_type=Path)),
+        ):
+            command = option(command)
+        return command
+
+    return decorated
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="rollout-sampling")
 def main() -> None:
@@ -69,12 +90,7 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="The run's folder.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace a value: sampling.top_p=0.9.")
-@click.option("--address", help="A Ray cluster to run on; without it, this machine.")
-@click.option("--quiet", is_flag=True, help="Show neither progress nor summary.")
-@debug_option
+@job_options("sampling.top_p=0.9")
 def sample(config: Path, out: Path, overrides: tuple[str, ...], address: str | None, quiet: bool) -> None:
     """Samples the prompts of CONFIG into the folder given by --out, or continues what was begun there."""
     with stopping_at_once():
@@ -102,12 +118,7 @@ def sample(config: Path, out: Path, overrides: tuple[str, ...], address: str | N
 
 
 @main.command()
-@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="The run's folder.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace a value: train.steps=20.")
-@click.option("--address", help="A Ray cluster to run on; without it, this machine.")
-@click.option("--quiet", is_flag=True, help="Show neither progress nor summary.")
-@debug_option
+@job_options("train.steps=20")
 def train(config: Path, out: Path, overrides: tuple[str, ...], address: str | None, quiet: bool) -> None:
     """Trains the model of CONFIG in the folder given by --out, or continues what was begun there."""
     with stopping_at_once():

@@ -10,9 +10,10 @@ moment therefore loses only rows that were not committed, and a later start draw
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -56,15 +57,10 @@ class RunFolder:
             RecordError: its manifest or a committed file is damaged.
         """
         path = Path(path)
-        try:
+        with opening(path):
             if path.is_dir() and not (path / MANIFEST_NAME).exists():
                 _refuse_foreign_files(path)
-            (path / SHARDS_NAME).mkdir(parents=True, exist_ok=True)
-            lock = lock_folder(path)
-        except OSError as error:
-            raise ConfigError(
-                f"{path}: cannot be made or written: {error.strerror}; choose another --out, or make room for it"
-            ) from error
+            lock = locked(path, SHARDS_NAME)
         try:
             manifest = read_manifest(path) if (path / MANIFEST_NAME).exists() else None
             if manifest is None or not manifest.shards:
@@ -191,8 +187,25 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def lock_folder(path: Path) -> Any:
-    """An exclusive lock, which the system drops with the process, however it ends."""
+@contextlib.contextmanager
+def opening(path: Path) -> Iterator[None]:
+    """Within it a folder is looked at, made and locked; what the system has against it becomes a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be made or written: {error.strerror}; choose another --out, or make room for it"
+        ) from error
+
+
+def locked(path: Path, *inside: str) -> Any:
+    """Makes a run's folder, and some within it, and takes its lock, which the system drops with the process.
+
+    Raises:
+        RunError: another process is writing to it.
+    """
+    for name in inside:
+        (path / name).mkdir(parents=True, exist_ok=True)
     file = (path / _LOCK_NAME).open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

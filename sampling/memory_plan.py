@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -63,8 +65,7 @@ class MemoryPlan:
         return self.weights + self.cache + self.state + self.workspace
 
     def __str__(self) -> str:
-        parts = ("weights", "cache", "state", "workspace")
-        return " + ".join(f"{part} {_shown(getattr(self, part))}" for part in parts) + f" = {_shown(self.total)}"
+        return sum_in_words(dataclasses.asdict(self))
 
 
 def require_memory(config: ModelConfig, geometry: Geometry, dtype: DTypeLike, available: int | None) -> MemoryPlan:
@@ -79,8 +80,8 @@ def require_memory(config: ModelConfig, geometry: Geometry, dtype: DTypeLike, av
     if available is None or plan.total <= available:
         return plan
     raise ConfigError(
-        f"geometry: {geometry.slots} slots of {geometry.cache_len} tokens need {plan}, and {_shown(available)} are"
-        f" available; {_what_fits(config, geometry, dtype, available)}"
+        f"geometry: {geometry.slots} slots of {geometry.cache_len} tokens need {plan}, and"
+        f" {size_in_words(available)} are available; {_what_fits(config, geometry, dtype, available)}"
     )
 
 
@@ -143,5 +144,13 @@ def _bytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _shown(size: int) -> str:
+def sum_in_words(parts: Mapping[str, int]) -> str:
+    """Bytes by what they are for, and all of them: "weights 0.50 GiB + cache 0.25 GiB = 0.75 GiB"."""
+    return " + ".join(f"{name} {size_in_words(size)}" for name, size in parts.items()) + (
+        f" = {size_in_words(sum(parts.values()))}"
+    )
+
+
+def size_in_words(size: int) -> str:
+    """Bytes in a unit that suits them."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"

@@ -23,7 +23,7 @@ from rollout.atomic import write_atomically
 from rollout.codec import write_parquet
 from rollout.config import differences
 from rollout.learning.train_config import TrainConfig, load_train_config
-from rollout.store import CONFIG_NAME, lock_folder
+from rollout.store import CONFIG_NAME, locked, opening
 from rollout.trajectory import Trajectory
 from sampling.errors import ConfigError
 
@@ -46,17 +46,11 @@ class TrainFolder:
             RunError: another process is writing to it.
         """
         path = Path(path)
-        try:
+        with opening(path):
             if path.is_dir() and not (path / CONFIG_NAME).exists() and any(path.iterdir()):
                 names = ", ".join(sorted(entry.name for entry in path.iterdir())[:5])
                 raise ConfigError(f"{path}: expected a new or empty folder, or a training run; it holds {names}")
-            for name in (TRAJECTORIES_NAME, EVALUATIONS_NAME):
-                (path / name).mkdir(parents=True, exist_ok=True)
-            lock = lock_folder(path)
-        except OSError as error:
-            raise ConfigError(
-                f"{path}: cannot be made or written: {error.strerror}; choose another --out, or make room for it"
-            ) from error
+            lock = locked(path, TRAJECTORIES_NAME, EVALUATIONS_NAME)
         try:
             if (path / CONFIG_NAME).exists():
                 _require_same(path, config)

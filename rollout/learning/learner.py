@@ -19,10 +19,11 @@ from rollout.learning.config import AlgorithmSection, LearnerSection
 from rollout.learning.credit import credited, masked, weighted
 from rollout.learning.learner_memory import LearnerMemoryPlan, require_memory
 from rollout.learning.losses import kl_estimate
-from rollout.learning.objective import DTYPES, Objective, TokenTerms, Weights, initial_weights
+from rollout.learning.objective import Objective, TokenTerms, Weights, initial_weights
 from rollout.learning.optimizer import added, learning_rates, optimizer
 from rollout.learning.step_metrics import NOTHING_LEARNT, StepMetrics, Update, of_step
 from sampling.checkpoints import Checkpoint
+from sampling.engine import DTYPES
 from sampling.errors import RecordError
 from sampling.memory_plan import available_bytes
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from rollout.learning.batches import BatchShapes
 from rollout.learning.config import AlgorithmSection, LearnerSection
 from sampling.errors import ConfigError
+from sampling.memory_plan import size_in_words, sum_in_words
 from sampling.models import ModelConfig, Transformer
 
 SCORE_ARRAYS = 6
@@ -69,8 +71,7 @@ class LearnerMemoryPlan:
         return self.weights + self.moments + self.gradients + self.reference + self.activations
 
     def __str__(self) -> str:
-        parts = ("weights", "moments", "gradients", "reference", "activations")
-        return " + ".join(f"{part} {_shown(getattr(self, part))}" for part in parts) + f" = {_shown(self.total)}"
+        return sum_in_words(dataclasses.asdict(self))
 
 
 def require_memory(
@@ -98,13 +99,9 @@ def require_memory(
         remedy = "set learner.remat, or " + remedy
     raise ConfigError(
         f"learner: micro-batches of {shapes.rows} sequences of {shapes.longest} tokens need {plan}, and"
-        f" {_shown(available)} are available; {remedy}"
+        f" {size_in_words(available)} are available; {remedy}"
     )
 
 
 def _qkv_width(config: ModelConfig) -> int:
     return (config.heads + 2 * config.kv_heads) * config.head_dim
-
-
-def _shown(size: Any) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"

@@ -14,9 +14,8 @@ from rollout.learning.batches import TrainBatch
 from rollout.learning.config import AlgorithmSection, LearnerSection
 from rollout.learning.logprobs import TokenScores, as_computed, completion_hidden, token_scores
 from rollout.learning.losses import cispo_loss, clipped_loss, importance_weights, kl_estimate, log_ratios, value_loss
+from sampling.engine import DTYPES
 from sampling.models import ModelConfig, Transformer
-
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 class Weights(struct.PyTreeNode):

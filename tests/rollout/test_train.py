@@ -49,7 +49,7 @@ def test_a_toy_is_learnt(config, tmp_path):
     fresh = [line["mismatch_p999"] for line in lines if line["mismatch_p999"] is not None]
     assert fresh and max(fresh) < 1e-4
     rows = list(read_parquet(tmp_path / "run" / "trajectories" / "step-000003.parquet"))
-    assert len(rows) == 128 and all(row.reward in (0.0, 1.0) for row in rows)
+    assert len(rows) == 256 and all(row.reward in (0.0, 1.0) for row in rows)
 
 
 def test_equal_runs_are_equal_to_the_bit_and_a_killed_one_goes_on(tmp_path):

@@ -120,12 +120,11 @@ def test_a_bad_request_withdraws_those_before_it(engine, undisturbed):
 
 
 def resident_mb():
-    statm = Path("/proc/self/statm")
-    if not statm.is_file():
-        pytest.skip("this system does not tell what a process holds")
-    return int(statm.read_text().split()[1]) * resource.getpagesize() / 2**20
+    """MiB of memory that this process holds now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="only Linux tells what a process holds now")
 def test_ten_thousand_requests_leave_nothing_behind(checkpoint):
     engine = Engine(checkpoint, Geometry(slots=64, cache_len=32, prefill_rows=8, prefill_chunk=8))
     short = SamplingParams(max_new_tokens=2, ignore_eos=True)

@@ -4,8 +4,7 @@ The promises:
  1. A row ends with the token that completes one of its strings, and with no other; its neighbours do not matter.
  2. Where a match is cut into tokens does not matter, not even within a code point.
  3. Where StopStringCriteria can answer, its answer is the same; each exception is a test at the end of this file.
- 4. The text that a match leaves depends on the text alone.
- 5. Strings are data: another string compiles nothing.
+ 4. Strings are data: another string compiles nothing.
 """
 
 import itertools
@@ -23,7 +22,7 @@ from sampling import StepState, StopReason, inspect_checkpoint
 from sampling.checkpoints import load_tokenizer
 from sampling.errors import ConfigError
 from sampling.policy import Policy
-from sampling.stop_strings import StopStrings, encode_stop_strings, find_stop, stop_bytes, stop_strings
+from sampling.stop_strings import StopStrings, encode_stop_strings, stop_bytes, stop_strings
 from sampling.vocabulary import Vocabulary
 from tests.tiny_models import byte_tokenizer
 from tests.tiny_tokenizers import (
@@ -70,11 +69,6 @@ def reference(pieces, history, strings):
         if (head + last).find(pattern, max(len(head) + 1 - len(pattern), 0)) >= 0:
             return True
     return False
-
-
-def cut(text, places):
-    """Bytes cut into pieces at some places, which may repeat."""
-    return [text[a:b] for a, b in itertools.pairwise([0, *sorted(places), len(text)])]
 
 
 # Promise 1 and 2: what ends, and what does not.
@@ -283,97 +277,6 @@ def test_unlike_transformers_a_string_that_no_token_ends_just_never_matches():
     assert ended(Vocabulary.from_tokenizer(tokenizer), [history], [["Q"]]) == [False]
     with pytest.raises(ValueError, match="unable to identify tokens"):
         transformers_ends(tokenizer, history, ["Q"])
-
-
-# Promise 4: the text that is left.
-
-
-def test_end_in_every_split_of_its_text():
-    """Case B028: 'fooEND bar', cut into tokens in each of 512 ways."""
-    text = b"fooEND bar"
-    pieces = [text[a:b] for a, b in itertools.combinations(range(len(text) + 1), 2)]
-    vocabulary = Vocabulary.from_pieces(pieces)
-    places = [cuts for n in range(len(text)) for cuts in itertools.combinations(range(1, len(text)), n)]
-    rows = [[pieces.index(piece) for piece in cut(text, cuts)] for cuts in places]
-    assert len(rows) == 512
-
-    table = encode_stop_strings("END", STRINGS, PATTERN_LEN)
-    rule = StopStrings(*table, vocabulary)
-    stopped_at = [0] * len(rows)
-    for count in range(1, len(text) + 1):
-        prefixes = [row[:count] for row in rows]
-        state = StepState.from_histories([[]] * len(rows), prefixes, len(text), vocab_size=len(pieces))
-        found = check(rule, state, jnp.int32([row[-1] for row in prefixes])).tolist()
-        for i, now in enumerate(found):
-            stopped_at[i] = stopped_at[i] or now * len(prefixes[i])
-
-    for row, count in zip(rows, stopped_at, strict=True):
-        assert len(vocabulary.text_bytes(row[: count - 1])) < len(b"fooEND") <= len(vocabulary.text_bytes(row[:count]))
-        match = find_stop(vocabulary, [], row[:count], ["END"])
-        assert (match.string, match.start, match.end) == ("END", 3, 6)
-        assert (match.excluded, match.included) == ("foo", "fooEND")
-
-
-def test_a_prompt_that_ends_inside_a_code_point_gives_it_to_the_completion():
-    """Case B029."""
-    vocabulary = Vocabulary.from_pieces([b"hi \xf0\x9f", b"\x8d", b"\x95", b"!"])
-    match = find_stop(vocabulary, [0], [1, 2, 3], "!")
-    assert (match.excluded, match.included) == ("🍕", "🍕!")
-    split = Vocabulary.from_pieces([b"hi ", b"\xf0", b"\x9f", b"\x8d", b"\x95!"])
-    assert find_stop(split, [0, 1, 2, 3], [4], "!").excluded == "🍕"
-    match = find_stop(vocabulary, [0], [1, 2], ["🍕"])
-    assert (match.start, match.end, match.excluded, match.included) == (-2, 2, "", "🍕")
-
-
-def test_a_match_that_begins_in_the_prompt_leaves_no_text():
-    vocabulary = Vocabulary.from_pieces([b"fooE", b"ND bar"])
-    match = find_stop(vocabulary, [0] * 50, np.int32([1]), ["END"])
-    assert (match.string, match.start, match.end) == ("END", -1, 2)
-    assert (match.excluded, match.included) == ("", "ND")
-
-
-def test_the_match_completed_first_wins_and_of_those_the_longest():
-    vocabulary = Vocabulary.from_pieces([b"the END of it"])
-    for strings in itertools.permutations(["ND", "END", "of", " END of"]):
-        assert find_stop(vocabulary, [], [0], strings).string == "END"
-    assert find_stop(vocabulary, [], [0], ["t", "e E"]).included == "t"
-    assert find_stop(vocabulary, [0], [0], ["tt"]).included == "t"
-
-
-def test_no_match_where_the_row_did_not_stop():
-    vocabulary = Vocabulary.from_pieces([b"END", b"x", b""])
-    assert find_stop(vocabulary, [], [0, 1], ["END"]) is None
-    assert find_stop(vocabulary, [0], [], ["END"]) is None
-    assert find_stop(vocabulary, [0], [2], ["END"]) is None
-    assert find_stop(vocabulary, [], [0], []) is None
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    text=st.text("abé", min_size=1, max_size=10),
-    strings=st.lists(st.text("abé", min_size=1, max_size=3), min_size=1, max_size=3),
-    data=st.data(),
-)
-def test_the_text_does_not_depend_on_the_split(text, strings, data):
-    whole = text.encode()
-    prompt_len = data.draw(st.integers(0, len(whole)))
-
-    def read(pieces):
-        """Tokens until the rule fires, and what is left; pieces have bytes, so none is passed over."""
-        vocabulary = Vocabulary.from_pieces([whole[:prompt_len] or b"-", *pieces])
-        ids = [0] if prompt_len else []
-        for count in range(1, len(pieces) + 1):
-            drawn = list(range(1, count + 1))
-            match = find_stop(vocabulary, ids, drawn, strings)
-            assert (match is not None) == reference([whole[:prompt_len] or b"-", *pieces], [*ids, *drawn], strings)
-            if match:
-                return match
-        return None
-
-    completion = whole[prompt_len:]
-    places = data.draw(st.sets(st.integers(1, max(len(completion) - 1, 1)), max_size=6))
-    pieces = [piece for piece in cut(completion, places) if piece]
-    assert read(pieces) == read([bytes([byte]) for byte in completion])
 
 
 # What is refused, on the host.
