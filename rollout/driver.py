@@ -59,7 +59,8 @@ def sample_run(
         progress.message(f"starting {config.workers.count} worker(s) with {checkpoint.name}")
         with worker_pool(config, address) as pool:
             loaded = time.monotonic()
-            progress.message(f"ready after {loaded - began:.1f} s; a worker holds {pool.description.memory}")
+            progress.message(f"ready after {loaded - began:.1f} s")
+            progress.message(f"a worker holds {pool.description.memory}")
             numerics = pool.description.fingerprint
             folder.begin(
                 weights_digest=pool.description.weights_digest,

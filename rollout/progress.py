@@ -74,7 +74,7 @@ class ProgressReporter:
         """Shows one line, above the bar if there is one."""
         self._check()
         if not self._quiet:
-            self._console.print(text, markup=False, highlight=False)
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def update(self, progress: Progress) -> None:
         """Takes the latest figures; cheap enough to be called at every finished row."""
