@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from rollout.cli import main
@@ -18,6 +19,7 @@ from rollout.learning.run_metrics import TIMES
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
+TOY = yaml.safe_load(Path("configs/toy-grpo.yaml").read_text())
 REQUIRED = {"step", "reward_mean", "loss", "policy_lag_max", "mismatch_p999"}
 
 
@@ -95,7 +97,7 @@ def test_a_batch_with_nothing_to_learn_from_is_told_and_passed_over(tmp_path):
 
 def test_prompts_that_cannot_be_trained_on_are_refused_before_workers_start(tmp_path):
     for rows, message in (
-        ("{id: x, prompt: a, n: 3}", "n: expected 16, sampling.n of the run, got 3"),
+        ("{id: x, prompt: a, n: 3}", f"n: expected {TOY['sampling']['n']}, sampling.n of the run, got 3"),
         ("{id: x, prompt: a, sampling: {top_k: 2, record_support: 0}}", "expected sampling.record_support above 0"),
         ("{id: x, prompt: 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa'}", "leave no room in a cache of 32"),
     ):
@@ -110,7 +112,7 @@ def test_another_config_is_refused_with_the_difference(tmp_path):
     command = ["train", "configs/toy-grpo.yaml", "--out", str(tmp_path / "run"), "--set", "learner.learning_rate=0.5"]
     refused = CliRunner().invoke(main, [*command, "--set", "evaluation=null"])
     assert refused.exit_code == 2
-    assert "learner.learning_rate: 0.002 there, 0.5 here" in refused.output
+    assert f"learner.learning_rate: {TOY['learner']['learning_rate']} there, 0.5 here" in refused.output
     longer = train("toy-grpo", tmp_path / "run", "train.steps=2", "evaluation=null")
     assert [line["step"] for line in longer] == [0, 1]
 
