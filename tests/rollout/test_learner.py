@@ -27,7 +27,7 @@ from tests.rollout.drawn import draw
 from tests.tiny_models import tiny_llama
 
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=20, n=4)
-GEOMETRY = Geometry(slots=16, cache_len=64, prefill_chunk=16)
+GEOMETRY = Geometry(slots=8, cache_len=64, prefill_chunk=16)
 EVERYTHING = AlgorithmSection(
     advantages="gae", clip_high=0.28, dual_clip=3.0, kl_coefficient=0.1, entropy_coefficient=0.01, correction="token"
 )
