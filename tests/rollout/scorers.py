@@ -65,6 +65,13 @@ def by_prompt(prompt, text):
     return told(prompt, deed) if deed else float(len(text))
 
 
+def hangs_and_tells(prompt, text):
+    """Writes its process's number into a file that the environment names, and hangs."""
+    with open(os.environ["SCORER_PID_FILE"], "w") as file:
+        print(os.getpid(), file=file)
+    time.sleep(1000)
+
+
 def raises(prompt, text):
     """Scores nothing."""
     raise ValueError("never")

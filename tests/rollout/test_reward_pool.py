@@ -17,26 +17,11 @@ from rollout.reward_pool import RewardPool
 from rollout.reward_process import GRACE_S
 from rollout.rewards import ExactMatchReward, Score
 from sampling.errors import ConfigError, RunError
+from tests.processes import alive, await_end
 from tests.rollout import scorers
 
 PROMPT = Prompt("p", text="hi", metadata={"answer": "7"})
 PATIENCE_S = 30
-
-
-def alive(pid):
-    """Whether a process runs; one that has ended and waits to be collected does not."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def await_end(*pids, within_s):
-    deadline = time.monotonic() + within_s
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, [pid for pid in pids if alive(pid)]
-        time.sleep(0.05)
 
 
 def test_each_failure_is_its_own_texts():

@@ -9,6 +9,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -22,6 +28,7 @@ from rollout.progress import ProgressReporter
 from rollout.shards import read_trajectories
 from rollout.status import read_status
 from sampling.errors import ConfigError, PromptError
+from tests.processes import alive, await_end
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
@@ -82,6 +89,29 @@ def test_what_cannot_be_scored_is_refused_before_workers_start(tiny_config, tmp_
     assert not started
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_run_that_is_ended_leaves_no_scorer_behind(tiny_config, tmp_path, signum, code):
+    file, pid_file = tmp_path / "config.yaml", tmp_path / "pid"
+    file.write_text(dump_config(tiny_config(reward=f"{SCORERS}:hangs_and_tells", reward_timeout_s=1000)))
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "rollout.cli", "sample", str(file), "--out", str(tmp_path / "run"), "--quiet"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "SCORER_PID_FILE": str(pid_file)},
+        start_new_session=True,
+        stderr=subprocess.DEVNULL,
+    )
+    limit = time.monotonic() + 90
+    while not (pid_file.exists() and pid_file.read_text().endswith("\n")) and driver.poll() is None:
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    scorer = int(pid_file.read_text())
+    assert alive(scorer)
+    driver.send_signal(signum)
+    assert driver.wait(timeout=30) == code
+    await_end(scorer, within_s=2)
+
+
 def train(out, *settings, flags=(), expected=0):
     overrides = [part for setting in (*SMALL, *settings) for part in ("--set", setting)]
     done = invoke("train", "configs/toy-grpo.yaml", "--out", out, *flags, *overrides)
@@ -99,7 +129,8 @@ def metrics(out):
 @pytest.mark.slow
 def test_training_goes_on_without_what_was_not_scored(tmp_path):
     out = tmp_path / "run"
-    told = train(out, f"reward={SCORERS}:faulty", "reward_timeout_s=0.5", "reward_workers=2")
+    even = ["sampling.n=4", "sampling.temperature=5", "sampling.allowed_token_ids=[68, 69, 70, 71, 72, 73]"]  # a to f
+    told = train(out, f"reward={SCORERS}:faulty", "reward_timeout_s=0.5", *even)
     errors = {
         "a": "ValueError: no a, please",
         "b": "expected a finite reward, got nan",
@@ -109,16 +140,16 @@ def test_training_goes_on_without_what_was_not_scored(tmp_path):
     seen = set()
     for line in metrics(out):
         rows = list(read_parquet(out / "trajectories" / f"step-{line['step']:06d}.parquet"))
-        assert len(rows) == 32
+        assert len(rows) == 16
         for row in rows:
             assert row.reward_error == errors.get(row.text)
             assert row.reward == (None if row.text in errors else ord(row.text) - ord("e"))
         rewards = [row.reward for row in rows if row.reward is not None]
-        assert line["rewards_missing"] == 32 - len(rewards) > 0
+        assert line["rewards_missing"] == 16 - len(rewards) > 0
         assert line["learnt_rows"] == len(rewards) > 0
         assert line["reward_mean"] == pytest.approx(sum(rewards) / len(rewards))
         assert line["groups"] == 4 and math.isfinite(line["loss"])
-        assert f"step {line['step']}: {32 - len(rewards)} of 32 samples not scored, the first: " in told
+        assert f"step {line['step']}: {16 - len(rewards)} of 16 samples not scored, the first: " in told
         seen |= {row.text for row in rows}
     assert seen >= errors.keys()
 
@@ -135,7 +166,7 @@ def test_a_batch_without_any_reward_is_passed_over(tmp_path):
 @pytest.mark.slow
 def test_a_changed_config_is_continued_where_that_is_asked_for(tmp_path):
     out = tmp_path / "run"
-    train(out, "evaluation.every=2", "train.save_every=2")
+    train(out, "evaluation={every: 2, prompts: {source: jsonl, path: configs/toy/prompts.jsonl}}", "train.save_every=2")
     config = (out / "config.yaml").read_text()
     lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
     (out / "metrics.jsonl").write_text("".join(lines[:1]))  # as if it was broken off in the evaluation
@@ -155,8 +186,10 @@ def test_a_changed_config_is_continued_where_that_is_asked_for(tmp_path):
     assert "from step 2 on: " in told and "learner.learning_rate 0.001 -> 0.5" in told
     (change,) = [json.loads(line) for line in (out / "changes.jsonl").read_text().splitlines()]
     assert change["step"] == 2
-    assert change["changes"].pop("evaluation.every", None) is None
     assert change["changes"] == {
+        "evaluation.every": [2, None],
+        "evaluation.prompts.path": ["configs/toy/prompts.jsonl", None],
+        "evaluation.prompts.source": ["jsonl", None],
         "learner.learning_rate": [0.001, 0.5],
         "reward": ["exact_match", f"{SCORERS}:length"],
     }
