@@ -272,12 +272,12 @@ def _require_trainable(config: TrainConfig, tokenizer: Tokenizer, reward: Reward
                 f"{prompt.place}: n: expected {config.sampling.n}, sampling.n of the run, got {params.n}; groups of one"
                 " training have one size"
             )
-        require_scorable(reward, prompt)
         _require_room(prompt, tokenizer, config.geometry.cache_len)
+        require_scorable(reward, prompt)
     if config.evaluation:
         for prompt in read_prompts(config.evaluation.prompts):
-            require_scorable(reward, prompt)
             _require_room(prompt, tokenizer, config.geometry.cache_len)
+            require_scorable(reward, prompt)
 
 
 def _require_room(prompt: Prompt, tokenizer: Tokenizer, cache_len: int) -> None:
