@@ -81,7 +81,7 @@ def load_checkpoint(
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array without values, placed so that JAX can use it on a CPU as it lies: weights are in memory once, not twice."""
+    """An array without values, where JAX can use it on a CPU as it lies: weights are in memory once, not twice."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     begin = -memory.ctypes.data % _ALIGNMENT
