@@ -6,7 +6,7 @@ step.
 
 Between the embedding and the final norm a token is a column: activations are [features, tokens], and kernels
 [..., in], as checkpoints store them. A product of few tokens is a third faster that way on a CPU
-(docs/performance.md), and other devices choose their own layouts.
+(docs/adr/0012), and other devices choose their own layouts.
 """
 
 from __future__ import annotations
