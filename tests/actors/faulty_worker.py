@@ -47,13 +47,19 @@ class FaultyWorker(SamplingWorker):
         return description
 
     def _fault(self):
-        file = Path(self._spec.checkpoint) / "faults.json"
-        return json.loads(file.read_text()).get(self._name) if file.exists() else None
+        return self._told("faults.json").get(self._name)
+
+    def _told(self, name):
+        """What the file says; the test or another worker may remove it at any moment."""
+        try:
+            return json.loads((Path(self._spec.checkpoint) / name).read_text())
+        except FileNotFoundError:
+            return {}
 
     def _checked(self, shipment):
         fault = self._fault()
         if fault in ("kill", "hang"):
-            (Path(self._spec.checkpoint) / "faults.json").unlink()
+            (Path(self._spec.checkpoint) / "faults.json").unlink(missing_ok=True)
             if fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600)
@@ -69,8 +75,7 @@ class FaultyWorker(SamplingWorker):
 
     @ray.method(concurrency_group=CONTROL)
     def submit(self, assignments):
-        file = Path(self._spec.checkpoint) / "latencies.json"
-        latencies = json.loads(file.read_text()) if file.exists() else {}
+        latencies = self._told("latencies.json")
         for assignment in assignments:
             prompt_id = assignment.request.prompt_id
             if prompt_id == "poison":

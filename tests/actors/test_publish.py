@@ -59,9 +59,15 @@ def expected(started_with_it):
 
 @pytest.fixture
 def faults(spec):
-    """Writes faults.json."""
+    """Writes faults.json, whole at once: workers read it at any moment."""
     file = Path(spec.checkpoint) / "faults.json"
-    yield lambda **by_worker: file.write_text(json.dumps({k.replace("_", "-"): v for k, v in by_worker.items()}))
+
+    def write(**by_worker):
+        unready = file.with_suffix(".unready")
+        unready.write_text(json.dumps({k.replace("_", "-"): v for k, v in by_worker.items()}))
+        unready.replace(file)
+
+    yield write
     file.unlink(missing_ok=True)
 
 
