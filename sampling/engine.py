@@ -308,18 +308,26 @@ class Engine:
             self._staging.leave(row)
 
     def _decode(self, max_steps: int = DECODE_STEPS) -> None:
-        # With work waiting, every freed slot is worth a stop; otherwise only the end of all rows is.
-        min_active = len(self._resident) if self.waiting else 1
-        self._state, steps, busy = self._programs.decode(
+        running = len(self._resident)
+        width = self._programs.width_for(running)
+        # With work waiting, every freed slot is worth a stop; otherwise only what a narrower program can take over is.
+        min_active = running if self.waiting else self._programs.width_below(width) + 1
+        some = () if width == self.geometry.slots else (self._slots_of(width),)
+        self._state, steps, busy = self._programs.decode[width](
             self._params,
             self._state,
             self._vocabulary,
             np.int32(self.policy_version),
             np.int32(max_steps),
             np.int32(min_active),
+            *some,
         )
         self._counts["steps"] += int(steps)
         self._counts["busy_row_steps"] += int(busy)
+
+    def _slots_of(self, width: int) -> np.ndarray:
+        """So many slots, those that are in use among them; int32."""
+        return np.array([*self._resident, *self._free][:width], np.int32)
 
     def _collect(self) -> list[Group]:
         """Takes finished rows out of their slots and returns the groups that are complete with them."""

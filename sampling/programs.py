@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,14 +26,46 @@ class Programs:
     """Executables; their arguments are those of the functions in sampling.decode, less the model's own.
 
     Attributes:
-        prefill, admit, decode: donate the cache or state that they return anew.
+        prefill, admit: donate the cache or state that they return anew.
+        decode: by the number of slots that take part, which is all of them or fewer; they donate the state.
         compiled: how many programs have been compiled so far, those for smaller capacities included.
     """
 
     prefill: Callable[..., Any]
     admit: Callable[..., Any]
-    decode: Callable[..., Any]
+    decode: Mapping[int, Callable[..., Any]]
     compiled: int
+
+    def width_for(self, rows: int) -> int:
+        """Slots of the smallest decode program that serves so many rows."""
+        return min(width for width in self.decode if width >= rows)
+
+    def width_below(self, width: int) -> int:
+        """Slots of the next smaller one; 0 if there is none."""
+        return max((narrower for narrower in self.decode if narrower < width), default=0)
+
+
+NARROW = (8, 16)
+"""Slots of the decode programs that serve the last rows of a batch, on CPUs."""
+
+
+def decode_widths(slots: int) -> tuple[int, ...]:
+    """Numbers of slots that there are decode programs for.
+
+    A step of few rows takes less time, on a CPU, in a program of few slots. Rows have the same bits in all of them
+    (docs/adr/0013).
+    """
+    narrow = NARROW if jax.default_backend() == "cpu" else ()
+    return (*(width for width in narrow if width < slots), slots)
+
+
+def compiler_options() -> dict[str, str]:
+    """What every program is compiled with.
+
+    On CPUs no YNNPACK: how it adds up a column of a product depends on how many columns there are. Eigen's kernels,
+    which are as fast, add up each column alike.
+    """
+    return {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.default_backend() == "cpu" else {}
 
 
 def compile_programs(
@@ -74,7 +106,13 @@ def compile_programs(
     )
 
     def compiled(program: Callable[..., Any], donated: int, *shapes: Any) -> Callable[..., Any]:
-        return jax.jit(program, donate_argnums=donated).lower(*shapes).compile()
+        return jax.jit(program, donate_argnums=donated).lower(*shapes).compile(compiler_options())
+
+    def decoding(width: int) -> Callable[..., Any]:
+        some = () if width == geometry.slots else (jax.ShapeDtypeStruct((width,), jnp.int32),)
+        return compiled(partial(decode, model, tokenizer_len), 1, params, state, vocabulary, one, one, one, *some)
+
+    widths = decode_widths(geometry.slots)
 
     with jax.default_matmul_precision(model.matmul_precision):
         return Programs(
@@ -82,8 +120,8 @@ def compile_programs(
             if earlier
             else compiled(partial(prefill, model, lane_len), 1, params, staging, prompts, lanes, fresh),
             admit=compiled(admit, 0, state, staging, one, admission),
-            decode=compiled(partial(decode, model, tokenizer_len), 1, params, state, vocabulary, one, one, one),
-            compiled=earlier.compiled + 2 if earlier else 3,
+            decode={width: decoding(width) for width in widths},
+            compiled=earlier.compiled + 1 + len(widths) if earlier else 2 + len(widths),
         )
 
 
