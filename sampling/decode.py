@@ -7,7 +7,6 @@ passes through the same program as a token that is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -169,7 +168,7 @@ def decode(
     min_active: jax.Array,
     slots: jax.Array | None = None,
 ) -> tuple[EngineState, jax.Array, jax.Array]:
-    """Draws tokens for the active ones of some slots until `max_steps` are done or fewer than `min_active` rows still run.
+    """Draws tokens for active slots until `max_steps` are done or fewer than `min_active` rows still run.
 
     Args:
         vocabulary: the tokens' bytes, for stop strings.
@@ -206,7 +205,7 @@ def decode_step(
     version: jax.Array,
     cache_rows: jax.Array | None = None,
 ) -> EngineState:
-    """One token for every active row: forward, chain, draw, record, stop. Row i has row `cache_rows[i]` of the cache."""
+    """One token for every active row i, whose cache is row `cache_rows[i]`: forward, chain, draw, record, stop."""
     rows = state.rows
     index = jnp.arange(rows.buffer.shape[0], dtype=jnp.int32)
     logits, cache = next_logits(model, params, state, cache_rows)
@@ -284,27 +283,21 @@ def choose(policy: Policy, rows: StepState, logits: jax.Array, given: jax.Array,
             ),
         )
 
+    # A row that no stage touches is drawn from the model's own distribution, whatever its batch mates ask for; so a
+    # batch of such rows never looks at its scores twice.
+    untouched = policy.neutral(rows) & (tokenizer_len >= logits.shape[-1])
+    from_model = taken(model, jnp.zeros(untouched.shape, jnp.float32), policy.support.nothing(rows))
+
     def through_chain() -> Choice:
         scores = policy.scores(rows, without_padded_ids(logits, tokenizer_len))
-        return taken(Distribution.of(scores), log_kept_mass(scores, model), policy.support.of(rows, scores))
+        from_chain = taken(Distribution.of(scores), log_kept_mass(scores, model), policy.support.of(rows, scores))
 
-    # A row that no stage touches is drawn from the model's own distribution, whatever its batch mates ask for; so a
-    # batch of such rows never looks at its scores twice, and one without any never draws from the model's.
-    untouched = policy.neutral(rows) & (tokenizer_len >= logits.shape[-1])
-    everything = jnp.zeros(untouched.shape, jnp.float32)
-    from_model = _if_any(untouched, lambda: taken(model, everything, policy.support.nothing(rows)))
-    from_chain = _if_any(~untouched, through_chain)
+        def chosen(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+            return jnp.where(untouched.reshape(untouched.shape + (1,) * (ours.ndim - 1)), ours, theirs)
 
-    def chosen(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-        return jnp.where(untouched.reshape(untouched.shape + (1,) * (ours.ndim - 1)), ours, theirs)
+        return jax.tree.map(chosen, from_model, from_chain)
 
-    return jax.tree.map(chosen, from_model, from_chain)
-
-
-def _if_any(rows: jax.Array, choice: Callable[[], Choice]) -> Choice:
-    """A choice that some rows want, bool [rows]; zeros if none does."""
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(choice))
-    return jax.lax.cond(jnp.any(rows), choice, lambda: nothing)
+    return jax.lax.cond(jnp.all(untouched), lambda: from_model, through_chain)
 
 
 def without_padded_ids(logits: jax.Array, tokenizer_len: int) -> jax.Array:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ from sampling.state import NO_TOKEN
 from sampling.types import Geometry, Group, Request, StopReason
 from sampling.vocabulary import Vocabulary
 from sampling.weights import StagedWeights, WeightForm, require_version
+from sampling.widths import compiler_options
 
 log = logging.getLogger(__name__)
 
@@ -90,17 +92,18 @@ class Engine:
         self._intake = Intake(info, geometry.cache_len)
         self.vocabulary = self._intake.vocabulary()
         self._vocabulary = jax.device_put(self.vocabulary or Vocabulary.from_pieces([b"?"]))
-        self._state = empty_state(self._model, geometry, self._capacity)
+        shapes = geometry, self._capacity
+        empty = partial(empty_state, self._model, *shapes)
+        programs = compile_programs(self._model, info.tokenizer_len, *shapes, self._params, self._vocabulary)
+        self._programs = programs.checked(empty, self._params, self._vocabulary)
+        self._state = empty()
         self._staging = Staging(self._model, geometry)
-        self._programs = compile_programs(
-            self._model, info.tokenizer_len, geometry, self._capacity, self._params, self._vocabulary
-        )
         self._waiting: deque[OpenGroup] = deque()
         self._scorer: Scorer | None = None
         self._finished: list[Group] = []
         self._free = list(range(geometry.slots))[::-1]
         self._resident: dict[int, Resident] = {}
-        counts = "groups completions tokens steps busy_row_steps prefill_tokens scored_tokens"
+        counts = "groups completions tokens steps row_steps busy_row_steps prefill_tokens scored_tokens"
         self._counts = dict.fromkeys(counts.split(), 0)
 
     def submit(self, request: Request) -> None:
@@ -221,7 +224,8 @@ class Engine:
             for done in range(0, given.size, DECODE_STEPS):
                 self._decode(min(DECODE_STEPS, given.size - done))
             with jax.default_matmul_precision(self._model.matmul_precision):
-                logits, _ = jax.jit(next_logits, static_argnums=0)(self._model, self._params, self._state)
+                scores = jax.jit(next_logits, static_argnums=0, compiler_options=dict(compiler_options()))
+                logits, _ = scores(self._model, self._params, self._state)
             return logits[slot]
         finally:
             self.abort()
@@ -323,6 +327,7 @@ class Engine:
             *some,
         )
         self._counts["steps"] += int(steps)
+        self._counts["row_steps"] += int(steps) * width
         self._counts["busy_row_steps"] += int(busy)
 
     def _slots_of(self, width: int) -> np.ndarray:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -19,6 +21,7 @@ from sampling.policy import lower, stack
 from sampling.state import StepState
 from sampling.types import Geometry
 from sampling.vocabulary import Vocabulary
+from sampling.widths import agreeing, compiler_options, decode_widths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,28 +47,9 @@ class Programs:
         """Slots of the next smaller one; 0 if there is none."""
         return max((narrower for narrower in self.decode if narrower < width), default=0)
 
-
-NARROW = (8, 16)
-"""Slots of the decode programs that serve the last rows of a batch, on CPUs."""
-
-
-def decode_widths(slots: int) -> tuple[int, ...]:
-    """Numbers of slots that there are decode programs for.
-
-    A step of few rows takes less time, on a CPU, in a program of few slots. Rows have the same bits in all of them
-    (docs/adr/0013).
-    """
-    narrow = NARROW if jax.default_backend() == "cpu" else ()
-    return (*(width for width in narrow if width < slots), slots)
-
-
-def compiler_options() -> dict[str, str]:
-    """What every program is compiled with.
-
-    On CPUs no YNNPACK: how it adds up a column of a product depends on how many columns there are. Eigen's kernels,
-    which are as fast, add up each column alike.
-    """
-    return {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.default_backend() == "cpu" else {}
+    def checked(self, empty: Callable[[], EngineState], params: Any, vocabulary: Vocabulary) -> Programs:
+        """Less the narrow ones that this machine's products do not serve; arguments as `widths.agreeing` takes them."""
+        return dataclasses.replace(self, decode=agreeing(self.decode, empty, params, vocabulary))
 
 
 def compile_programs(
@@ -105,17 +89,20 @@ def compile_programs(
         policy=_shapes(lower(SamplingParams(), capacity)),
     )
 
-    def compiled(program: Callable[..., Any], donated: int, *shapes: Any) -> Callable[..., Any]:
-        return jax.jit(program, donate_argnums=donated).lower(*shapes).compile(compiler_options())
+    def compiled(
+        program: Callable[..., Any], donated: int, *shapes: Any, options: Mapping[str, str | bool] | None = None
+    ) -> Callable[..., Any]:
+        return jax.jit(program, donate_argnums=donated).lower(*shapes).compile(dict(options or {}))
 
     def decoding(width: int) -> Callable[..., Any]:
         some = () if width == geometry.slots else (jax.ShapeDtypeStruct((width,), jnp.int32),)
-        return compiled(partial(decode, model, tokenizer_len), 1, params, state, vocabulary, one, one, one, *some)
+        program = partial(decode, model, tokenizer_len)
+        return compiled(program, 1, params, state, vocabulary, one, one, one, *some, options=compiler_options())
 
-    widths = decode_widths(geometry.slots)
+    widths = earlier.decode if earlier else decode_widths(geometry.slots)
 
     with jax.default_matmul_precision(model.matmul_precision):
-        return Programs(
+        programs = Programs(
             prefill=earlier.prefill
             if earlier
             else compiled(partial(prefill, model, lane_len), 1, params, staging, prompts, lanes, fresh),
@@ -123,6 +110,14 @@ def compile_programs(
             decode={width: decoding(width) for width in widths},
             compiled=earlier.compiled + 1 + len(widths) if earlier else 2 + len(widths),
         )
+    _give_back_memory()
+    return programs
+
+
+def _give_back_memory() -> None:
+    """Compiling leaves hundreds of MiB with the C library, which glibc gives back only when it is asked to."""
+    if sys.platform == "linux":
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)(0)
 
 
 def empty_staging(model: Transformer, geometry: Geometry) -> KVCache:
