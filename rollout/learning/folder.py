@@ -131,6 +131,14 @@ class TrainFolder:
         self._lock.close()
 
 
+def read_changes(path: Path) -> list[tuple[int, Changes]]:
+    """Steps from which on the config was another, and what changed; a line that is still being written is left out."""
+    file = path / CHANGES_NAME
+    text = file.read_text() if file.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [(line["step"], line["changes"]) for line in lines]
+
+
 def in_words(changes: Changes) -> str:
     """Changes on one line."""
     return ", ".join(f"{key} {before!r} -> {after!r}" for key, (before, after) in changes.items())

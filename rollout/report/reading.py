@@ -5,6 +5,7 @@
       metrics.jsonl     one line a step           manifest.json
       trajectories/step-000012.parquet            trajectories/part-00000.parquet
       evaluations/step-000012.parquet
+      changes.jsonl     where its config changed
 
 Of the records only an even choice is kept. A file that cannot be read is passed over and named.
 """
@@ -23,6 +24,7 @@ import numpy as np
 
 from rollout.codec import read_parquet
 from rollout.config_file import read_values
+from rollout.learning.folder import in_words, read_changes
 from rollout.manifest import MANIFEST_NAME, read_manifest
 from rollout.report.metrics import METRICS_NAME, Metrics, read_metrics
 from rollout.report.tally import Tally
@@ -138,6 +140,8 @@ def _read_training(path: Path) -> RunRecord:
             f"Completions of {len(chosen)} of {len(files)} steps are shown, evenly chosen, with at most {MAX_GROUPS}"
             f" prompts of a step and {MAX_SAMPLES} samples of a prompt."
         )
+    for step, changes in read_changes(path):
+        run.notes.append(f"From step {step} on the config was another: {in_words(changes)}.")
     _compare_evaluations(run)
     return run
 

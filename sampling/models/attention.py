@@ -132,13 +132,21 @@ def _look(
         # A single token sees all that its row holds. Among several, a broken value must not reach those before it.
         broken = ~jnp.isfinite(value).all(axis=-1) if chunk > 1 else None
         sound = value if broken is None else jnp.where(broken[..., None], jnp.zeros((), value.dtype), value)
-        new = jnp.einsum("rknl,rkld->rknd", weights.astype(value.dtype), sound, preferred_element_type=jnp.float32)
+        new = _mixture(weights.astype(value.dtype), sound, few=chunk == 1)
         if broken is not None:
             tainted = jnp.any(visible & broken[:, :, None, :], axis=-1)
             new = jnp.where(tainted[..., None], jnp.nan, new)
         return Seen(best, sofar.total * rescale + weights.sum(axis=-1), sofar.mixed * rescale[..., None] + new)
 
     return jax.lax.fori_loop(begin, end, one_block, seen)
+
+
+def _mixture(weights: jax.Array, values: jax.Array, few: bool) -> jax.Array:
+    """Values times weights: [rows, kv_heads, columns, places] and [rows, kv_heads, places, head_dim] to float32
+    [rows, kv_heads, columns, head_dim]. Where columns are few, a CPU adds up faster than it calls a kernel per head."""
+    if few and jax.default_backend() == "cpu":
+        return jnp.sum(weights[..., None].astype(jnp.float32) * values[:, :, None].astype(jnp.float32), axis=-2)
+    return jnp.einsum("rknl,rkld->rknd", weights, values, preferred_element_type=jnp.float32)
 
 
 def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:

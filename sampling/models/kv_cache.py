@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from sampling.models.config import ModelConfig
 
-CPU_BLOCK = 32
+CPU_BLOCK = 64
 """Positions of a block on a CPU, where attention reads no more blocks than are filled. Other devices, which would wait
 for the host between two blocks, read the whole cache as one."""
 

@@ -234,6 +234,15 @@ def test_a_job_that_is_writing_can_be_reported(run):
     assert "browser" not in [attributes.get("id") for _, attributes in Page(write_report(run).page).elements]
 
 
+def test_a_config_that_changed_on_the_way_is_told(run):
+    (run / "changes.jsonl").write_text(
+        '{"step": 7, "changes": {"learner.learning_rate": [0.1, 0.2]}}\n{"step": 9, "chan'
+    )
+    notes = read_run(run).notes
+    assert "From step 7 on the config was another: learner.learning_rate 0.1 -> 0.2." in notes
+    assert not any("step 9" in note for note in notes)
+
+
 def test_one_evaluation_stands_alone(run):
     for step in (4, 8, 12):
         (run / "evaluations" / f"step-{step:06}.parquet").unlink()
