@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from actors.chaos import Chaos
 from actors.cluster import connected
 from actors.dispatch import Ledger
 from actors.handle import WorkerHandle
@@ -57,6 +58,7 @@ class WorkerPool:
         retry: what to do then.
         address: of a running Ray cluster; None starts a private one on this machine. A process that is connected to
             Ray already uses that connection.
+        chaos: what is to go wrong on the way, for tests of what survives it.
     """
 
     def __init__(
@@ -67,12 +69,14 @@ class WorkerPool:
         retry: RetryPolicy | None = None,
         *,
         address: str | None = None,
+        chaos: Chaos | None = None,
     ) -> None:
         self._spec = spec
         self._placement = placement or Placement()
         self._deadlines = deadlines or Deadlines()
         self._retry = retry or RetryPolicy()
         self._address = address
+        self._chaos = chaos or Chaos()
         self._tickets = itertools.count()
         self._closing = contextlib.ExitStack()
         self._crew: Crew | None = None
@@ -91,7 +95,7 @@ class WorkerPool:
             raise RunError("the pool is open already; enter it once, or use two pools")
         with contextlib.ExitStack() as closing:
             closing.enter_context(connected(self._address, self._placement))
-            crew = Crew(self._spec, self._placement, self._deadlines, self._retry)
+            crew = Crew(self._spec, self._placement, self._deadlines, self._retry, self._chaos)
             closing.callback(crew.shutdown)
             while not crew.complete:
                 crew.poll(POLL_S)

@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from actors.causes import error_type, in_words, last_lines, require_agreement
+from actors.chaos import Chaos
 from actors.cluster import worker_options
 from actors.dispatch import Loss
 from actors.handle import WorkerHandle
@@ -66,14 +67,18 @@ class Crew:
         newest: the weights that every worker is to have; None is the checkpoint's.
     """
 
-    def __init__(self, spec: WorkerSpec, placement: Placement, deadlines: Deadlines, retry: RetryPolicy) -> None:
+    def __init__(
+        self, spec: WorkerSpec, placement: Placement, deadlines: Deadlines, retry: RetryPolicy, chaos: Chaos
+    ) -> None:
+        chaos.require(placement)
         self.restarts = 0
         self.standards: dict[int, WorkerDescription] = {}
         self.newest: Shipment | None = None
         self._spec, self._placement, self._deadlines, self._retry = spec, placement, deadlines, retry
+        self._chaos = chaos
         remote: Any = ray.remote  # its annotations know no concurrency groups
         self._actor_class = remote(concurrency_groups={CONTROL: 1, WEIGHTS: 1}, **worker_options(placement))(
-            SamplingWorker
+            chaos.worker_class(SamplingWorker)
         )
         self._workers = [WorkerHandle(f"worker-{index}") for index in range(placement.num_workers)]
         self._work_of_lost = NO_WORK
@@ -122,6 +127,7 @@ class Crew:
         while arrived := self._arrived(timeout_s):
             events += [event for hear in arrived for event in hear()]
             timeout_s = 0
+        self._chaos.strike(self.ready)
         # Judged after all that has arrived was heard, so that a driver which was busy convicts nobody.
         for worker in list(self._workers):
             if worker.actor is not None and (missed := self._missed_deadline(worker)):
@@ -189,6 +195,7 @@ class Crew:
         item: Any = next(worker.stream)
         report: Report = ray.get(item, timeout=FETCH_S)
         worker.stats, worker.restarts = report.stats, 0
+        worker.answered += len(report.answers)
         for answer in report.answers:
             worker.release(answer.ticket)
         return [Answered(worker.name, report.answers)]

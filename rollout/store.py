@@ -179,8 +179,9 @@ class RunFolder:
         self.close()
 
     def _commit(self, **changes: Any) -> None:
-        self.manifest = self.manifest.model_copy(update=changes)
-        self.manifest.write(self.path)
+        manifest = self.manifest.model_copy(update=changes)
+        manifest.write(self.path)  # what could not be written is not committed, and may be tried again
+        self.manifest = manifest
 
 
 def _now() -> str:
