@@ -34,6 +34,9 @@ _log = logging.getLogger(__name__)
 FETCH_S = 30.0
 """Seconds to fetch a value that Ray has reported as ready."""
 
+PATIENCE_S = 10.0
+"""Seconds that the first worker waits for the others before work begins."""
+
 PINGS_PER_HEARTBEAT = 4
 _LOSSES_TOLD = 3
 
@@ -82,6 +85,7 @@ class Crew:
         )
         self._workers = [WorkerHandle(f"worker-{index}") for index in range(placement.num_workers)]
         self._work_of_lost = NO_WORK
+        self._first_ready = 0.0
         self._losses: deque[Loss] = deque(maxlen=_LOSSES_TOLD)
         self._looked = time.monotonic()
 
@@ -94,6 +98,14 @@ class Crew:
     def complete(self) -> bool:
         """Whether every worker is ready or given up."""
         return len(self.ready) == len(self._workers)
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether work can begin: one worker is ready, and nobody is still expected soon. Others join as they come."""
+        if not self.ready:
+            return False
+        expected = [worker for worker in self._workers if not worker.description and not worker.lost]
+        return not expected or time.monotonic() - self._first_ready > PATIENCE_S
 
     @property
     def standard(self) -> WorkerDescription:
@@ -188,6 +200,10 @@ class Crew:
             worker.starting = worker.actor.renew.remote(self.newest)
             return []
         worker.description, worker.starting = description, None
+        self._first_ready = self._first_ready or time.monotonic()
+        worker.stats = dataclasses.replace(
+            NO_WORK, slots=self._spec.geometry.slots, programs_compiled=description.programs_compiled
+        )
         worker.stream = worker.actor.serve.remote()
         return []
 
@@ -237,11 +253,12 @@ class Crew:
         lost = Lost(loss, tuple(worker.hands))
         self._losses.append(loss)
         _log.warning("%s", loss.message)
-        work = dataclasses.replace(worker.stats, slots=0, slots_busy=0, waiting=0)
+        work = dataclasses.replace(worker.stats, slots=0, slots_busy=0, waiting=0, programs_compiled=0)
         self._work_of_lost = add_stats([self._work_of_lost, work])
         worker.restarts += not worker.alone  # what was alone with the worker is to blame, the worker is not
         worker.start_after = time.monotonic() + self._retry.pause_s(worker.restarts)
         worker.kill()
+        worker.lost = True
         if worker.restarts > self._retry.max_worker_restarts:
             self._workers.remove(worker)
         else:

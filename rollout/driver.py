@@ -95,7 +95,7 @@ def sample_run(
                 engines = pool.stats().engines
                 if engines.programs_compiled > programs > 0:
                     progress.message("compiled once more, for policies with larger tables or another order")
-                programs = engines.programs_compiled
+                programs = max(programs, engines.programs_compiled)
                 progress.update(Progress(rows_done, census.rows, engines.tokens, engines.slots_busy, pool.slots))
 
             for group in sampler.sample(missing, on_wait=report):

@@ -14,43 +14,45 @@ from pathlib import Path
 from tests.processes import within
 
 ROOT = Path(__file__).parents[1]
+CPUS_PER_NODE = 3
 START_S = 60.0
 
 
 class RayCluster:
-    """Attributes:
-    address: for drivers; another one after `restart`.
+    """A cluster that another process holds.
+
+    Attributes:
+        address: for drivers; another one after `restart`.
     """
 
     def __init__(self, nodes: int, temp_dir: str) -> None:
-        command = [sys.executable, str(ROOT / "tests" / "cluster_process.py"), str(nodes), temp_dir]
+        command = [sys.executable, str(ROOT / "tests" / "cluster_process.py")]
+        command += [str(nodes), str(CPUS_PER_NODE), temp_dir]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment()
         )
         self.address = self._answer()
 
-    def drop_node(self) -> None:
-        """Kills every process of a node that is not the head."""
-        self._tell("drop")
-
     def restart(self) -> None:
         """Kills every process of the cluster and starts another one."""
-        self._tell("restart")
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"restart\n")
+        self._process.stdin.flush()
+        self.address = self._answer()
 
     def working(self) -> list[int]:
         """Process ids of the workers that have started, on all nodes."""
         return [pid for pid in _descendants(self._process.pid) if _title(pid) == "ray::SamplingWorker"]
 
+    @property
+    def alive(self) -> int:
+        """Nodes, by their first processes."""
+        return sum(_title(pid).split("\0")[0].endswith("/raylet") for pid in _descendants(self._process.pid))
+
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(START_S)
-
-    def _tell(self, word: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{word}\n".encode())
-        self._process.stdin.flush()
-        self.address = self._answer()
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
@@ -63,7 +65,7 @@ class RayCluster:
 
 @contextlib.contextmanager
 def ray_cluster(nodes: int) -> Iterator[RayCluster]:
-    """A cluster of so many nodes, four processors each; gone afterwards."""
+    """A cluster of so many nodes, CPUS_PER_NODE processors each; gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as temp_dir:
         cluster = RayCluster(nodes, temp_dir)
         try:

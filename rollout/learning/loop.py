@@ -257,6 +257,9 @@ class _Loop:
             self._pool.publish(params, self._learner.version)
         self._learnt += 1
         line = step_line(learning.batch, metrics, self._clock, learn_s)
+        self._pool.tell(
+            policy_lag=line["policy_lag_max"], mismatch_p999=line["mismatch_p999"], mismatch_max=line["mismatch_max"]
+        )
         self._progress.message(_line_in_words(line))
         evaluated = self._is_evaluated(self._learnt)
         if evaluated:
