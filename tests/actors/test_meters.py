@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import urllib.request
@@ -36,6 +37,7 @@ def scraped() -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.ray
+@pytest.mark.skipif(not importlib.util.find_spec("opentelemetry"), reason="without ray[default] Ray exports nothing")
 def test_a_run_can_be_followed_from_outside(spec):
     before = scraped()
     refused = Request("no token", np.array([5, 10**6]))

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import pytest
 import ray
-from ray._private.internal_api import node_stats
 
 from rollout.driver import sample_run
 from rollout.progress import Progress, ProgressReporter
@@ -23,6 +22,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_
 ROWS = 20_000
 WINDOW = ROWS // 100
 MIB = 1 << 20
+STORE = 200 * MIB
+"""Size of the store of tests/local_ray.py; Ray tells what is free of it."""
 
 
 class Reading(NamedTuple):
@@ -43,11 +44,10 @@ class Watching(ProgressReporter):
 
     def update(self, progress: Progress) -> None:
         if progress.rows_done >= WINDOW * len(self.readings):
-            (node,) = ray.nodes()
-            stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).store_stats
+            store = STORE - int(ray.available_resources()["object_store_memory"])
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             memory = pages * os.sysconf("SC_PAGE_SIZE")
-            self.readings.append(Reading(progress.rows_done, time.monotonic(), memory, stats.object_store_bytes_used))
+            self.readings.append(Reading(progress.rows_done, time.monotonic(), memory, store))
 
 
 def rate(readings: list[Reading]) -> float:
