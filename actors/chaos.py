@@ -174,8 +174,8 @@ class FragileWorker(SamplingWorker):
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stall":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            case "node":  # Ray's process of a node is the parent of its workers; they follow it
-                os.kill(os.getppid(), signal.SIGKILL)
+            case "node":
+                os.kill(_raylet(), signal.SIGKILL)
             case "slow":
                 self._pause_s = fault.seconds
             case "corrupt":
@@ -191,6 +191,15 @@ class FragileWorker(SamplingWorker):
             params = _with_one_bit_changed(params)
         self._received_so_far += 1
         return params
+
+
+def _raylet() -> int:
+    """Process id of Ray's process of this node: it is the parent of its workers, and they follow it."""
+    parent = os.getppid()
+    name = Path(f"/proc/{parent}/comm").read_text().strip()
+    if name != "raylet":
+        raise RuntimeError(f"expected the parent of a worker to be raylet, got {name}")
+    return parent
 
 
 def _with_one_bit_changed(params: Any) -> Any:

@@ -28,8 +28,8 @@ class ChaosReport:
         ended: why starts of the disturbed run ended before it was finished; the next one continued.
         samples, tokens: of the undisturbed run.
         undisturbed, disturbed: `shards.content_hash` of the two runs.
-        extra_work: tokens that the disturbed run drew more than once, as a share of all; the last ones of a worker that
-            was killed are not known.
+        extra_work: tokens that the disturbed run drew more than once, as a share of all. What a worker drew between its
+            last sign of life and its end is not known.
         faults: what is wrong, one line each.
     """
 
@@ -50,7 +50,7 @@ class ChaosReport:
             *(f"begun again  after {why}" for why in self.ended),
             f"undisturbed  {self.undisturbed}",
             f"disturbed    {self.disturbed}",
-            f"{self.samples} samples, {self.tokens} tokens, of them drawn again: {self.extra_work:.1%}",
+            f"{self.samples} samples, {self.tokens} tokens, at least {self.extra_work:.1%} of them drawn again",
             "passed" if not self.faults else f"failed: {len(self.faults)} faults",
         ]
 

@@ -335,6 +335,7 @@ def test_status_counts_rows_and_names_the_content(tmp_path):
     with RunFolder.open(tmp_path / "run", config()) as folder:
         folder.begin(**MADE_FROM, rows_total=8)
         folder.add_group([trajectory("a", 0), trajectory("a", 1, stop_reason=StopReason.ABORTED)])
+        assert read_status(tmp_path / "run").state == "running"
     status = read_status(tmp_path / "run")
     assert (status.state, status.done, status.failed, status.total, status.prompts) == ("unfinished", 1, 1, 8, 1)
     assert status.content_hash == content_hash(read_trajectories(tmp_path / "run"))
