@@ -100,9 +100,10 @@ def throughput(
         return median(getattr(repeat, figure) for repeat in ours)
 
     tokens_per_s = middle("tokens_per_s")
-    occupancy = _occupancy([(repeat.busy_row_steps, repeat.steps) for repeat in ours], slots)
-    queued = _occupancy([(repeat.queued_busy_row_steps, repeat.queued_steps) for repeat in ours], slots)
-    assert occupancy is not None  # something was drawn
+    occupancy = _share([(repeat.busy_row_steps, repeat.steps * slots) for repeat in ours])
+    queued = _share([(repeat.queued_busy_row_steps, repeat.queued_steps * slots) for repeat in ours])
+    useful = _share([(repeat.busy_row_steps, repeat.row_steps) for repeat in ours])
+    assert occupancy is not None and useful is not None  # something was drawn
     return Throughput(
         workload=name,
         model=reference,
@@ -118,7 +119,7 @@ def throughput(
         step_over_floor=middle("step_over_floor"),
         occupancy=occupancy,
         occupancy_while_queued=queued,
-        wasted_row_steps={"overall": 1 - occupancy, "while_queued": None if queued is None else 1 - queued},
+        wasted_row_steps={"overall": 1 - useful, "while_queued": None if queued is None else 1 - queued},
         prefill_share=middle("prefill_share"),
         sampling_share=middle("sampling_share"),
         host_share=middle("host_share"),
@@ -153,7 +154,10 @@ class _ProgramClock:
         self.seconds: dict[str, float] = defaultdict(float)
         programs = engine._programs
         every = {field.name: getattr(programs, field.name) for field in dataclasses.fields(programs)}
-        timed = {name: self._timed(name, program) for name, program in every.items() if callable(program)}
+        timed: dict[str, Any] = {
+            name: self._timed(name, program) for name, program in every.items() if callable(program)
+        }
+        timed["decode"] = {width: self._timed("decode", program) for width, program in programs.decode.items()}
         engine._programs = dataclasses.replace(programs, **timed)
 
     def _timed(self, name: str, program: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,6 +203,7 @@ def _drawn(engine: Engine, work: Workload, clock: _ProgramClock, parts: dict[str
         tokens=tokens,
         tokens_per_s=tokens / total,
         steps=steps,
+        row_steps=end.row_steps - start.row_steps,
         busy_row_steps=end.busy_row_steps - start.busy_row_steps,
         queued_steps=queued_steps,
         queued_busy_row_steps=queued_busy,
@@ -212,10 +217,10 @@ def _drawn(engine: Engine, work: Workload, clock: _ProgramClock, parts: dict[str
     )
 
 
-def _occupancy(counts: list[tuple[int, int]], slots: int) -> float | None:
-    """Busy row-steps of all, from (busy row-steps, steps) of each repeat; None where there were no steps."""
-    busy, steps = (sum(column) for column in zip(*counts, strict=True))
-    return busy / (steps * slots) if steps else None
+def _share(counts: list[tuple[int, int]]) -> float | None:
+    """The first of the second number, over all repeats; None where there is nothing."""
+    part, whole = (sum(column) for column in zip(*counts, strict=True))
+    return part / whole if whole else None
 
 
 def _comparison(theirs: list[PeerRun], tokens_per_s: float, facts: dict[str, Any]) -> Comparison:

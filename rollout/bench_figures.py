@@ -13,8 +13,8 @@ class Repeat:
     Attributes:
         seconds: in the engine, all of its calls.
         tokens, tokens_per_s: drawn.
-        steps, busy_row_steps: as EngineStats counts them; queued_steps, queued_busy_row_steps: those of them done while
-            requests waited.
+        steps, row_steps, busy_row_steps: as EngineStats counts them.
+        queued_steps, queued_busy_row_steps: those of them done while requests waited.
         step_ms: time in the decode program, per step.
         floor_ms, choice_ms: a run of the step's matrix products, and of its choice of tokens, by themselves.
         step_over_floor, sampling_share: step_ms over floor_ms, and choice_ms over step_ms.
@@ -25,6 +25,7 @@ class Repeat:
     tokens: int
     tokens_per_s: float
     steps: int
+    row_steps: int
     busy_row_steps: int
     queued_steps: int
     queued_busy_row_steps: int
@@ -64,9 +65,10 @@ class Throughput:
         workload, model, dtype, slots, cache_len, seed: what ran.
         rows, tokens: completions of one repeat, and tokens wanted of them.
         tokens_per_s, step_ms, floor_ms, step_over_floor, prefill_share, sampling_share, host_share: see Repeat.
-        occupancy: row-steps that advanced a row, of all; occupancy_while_queued: only of those done while requests
+        occupancy: slots with a running row, over the steps; occupancy_while_queued: only over those done while requests
             waited, None if none was.
-        wasted_row_steps: the rest of the row-steps, `overall` and `while_queued`.
+        wasted_row_steps: share of the computed rows that advanced nothing, `overall` and `while_queued`. Steps of few
+            rows compute fewer than there are slots.
         programs_compiled: by the engine since it was made; compiled_during: by anything in the timed repeats.
         peak_rss_mb: MiB of this process at its peak, the weights' loading included, before it makes the copies that the
             parts of a step need.
@@ -121,8 +123,9 @@ class Throughput:
             f"choice of tokens {self.sampling_share:10.1%} of the step",
             f"prefill          {self.prefill_share:10.1%} of the time",
             f"host             {self.host_share:10.1%} of the time",
-            f"occupancy        {self.occupancy:10.1%} of the row-steps"
+            f"occupancy        {self.occupancy:10.1%} of the slots"
             + ("" if queued is None else f"   {queued:.1%} while requests waited"),
+            f"wasted           {self.wasted_row_steps['overall']:10.1%} of the computed rows",
             f"compiled         {self.programs_compiled:10d} programs, {self.compiled_during} of them in timed repeats",
             f"peak memory      {self.peak_rss_mb:10d} MiB, {sum(self.planned_mb.values())} of them planned",
             f"load average     {before:10.2f} before, {after:.2f} after",

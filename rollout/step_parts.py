@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +18,15 @@ from sampling.keys import row_key
 from sampling.models import Transformer
 from sampling.policy import lower, resolved, stack
 from sampling.state import NO_TOKEN
+from sampling.widths import compiler_options
 
 Part = Callable[[], Any]
 """Runs once and returns arrays that may not be there yet."""
 
-_choose = jax.jit(choose, static_argnames="tokenizer_len")
+
+@functools.cache
+def _choice_program() -> Callable[..., Any]:
+    return jax.jit(choose, static_argnames="tokenizer_len", compiler_options=dict(compiler_options()))
 
 
 def matrix_products(checkpoint: Checkpoint, rows: int, dtype: str = "float32") -> Part:
@@ -47,7 +52,7 @@ def matrix_products(checkpoint: Checkpoint, rows: int, dtype: str = "float32") -
         return [*(kernel @ x for kernel, x in layers), jnp.matmul(*scores, preferred_element_type=jnp.float32)]
 
     with jax.default_matmul_precision(Transformer(checkpoint.info.config, kind).matmul_precision):
-        compiled = jax.jit(products).lower(weights, inputs).compile()
+        compiled = jax.jit(products).lower(weights, inputs).compile(dict(compiler_options()))
     return lambda: compiled(weights, inputs)
 
 
@@ -79,7 +84,8 @@ def choice(info: CheckpointInfo, params: SamplingParams, state: StepState, logit
     rows = logits.shape[0]
     policy = jax.device_put(stack([lower(resolved(params, info.eos_token_ids))] * rows))
     given = jnp.full(rows, NO_TOKEN, jnp.int32)
-    return lambda: _choose(policy, state, logits, given, tokenizer_len=info.tokenizer_len)
+    program = _choice_program()
+    return lambda: program(policy, state, logits, given, tokenizer_len=info.tokenizer_len)
 
 
 def seconds(part: Part) -> float:

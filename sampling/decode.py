@@ -64,6 +64,16 @@ class EngineState(struct.PyTreeNode):
     record: TokenRecord
     policy_versions: jax.Array
 
+    def only(self, slots: jax.Array) -> EngineState:
+        """Some slots, beside the cache of all; slots int32 [n], each once."""
+        few = jax.tree.map(lambda leaf: leaf[slots], self.replace(cache=None))
+        return few.replace(cache=self.cache)
+
+    def updated(self, slots: jax.Array, few: EngineState) -> EngineState:
+        """All slots, with what has become of those that `only` has taken."""
+        rest, new = self.replace(cache=None), few.replace(cache=None)
+        return jax.tree.map(lambda leaf, new: leaf.at[slots].set(new), rest, new).replace(cache=few.cache)
+
 
 class Admission(struct.PyTreeNode):
     """Samples of one prompt that enter slots together. Arrays are indexed by slot; other slots' entries are unused.
@@ -156,13 +166,15 @@ def decode(
     version: jax.Array,
     max_steps: jax.Array,
     min_active: jax.Array,
+    slots: jax.Array | None = None,
 ) -> tuple[EngineState, jax.Array, jax.Array]:
-    """Draws tokens for all active slots until `max_steps` are done or fewer than `min_active` rows still run.
+    """Draws tokens for active slots until `max_steps` are done or fewer than `min_active` rows still run.
 
     Args:
         vocabulary: the tokens' bytes, for stop strings.
         version: int32 [], of the weights; written beside every token.
         max_steps, min_active: int32 [].
+        slots: int32 [width], the slots that decode, each once; others stay as they are. None: all.
     Returns:
         The state; the steps done; and the row-steps among them that advanced an active row.
     """
@@ -176,10 +188,12 @@ def decode(
     ) -> tuple[EngineState, jax.Array, jax.Array]:
         state, steps, busy = carry
         busy = busy + jnp.sum(state.rows.active, dtype=jnp.int32)
-        return decode_step(model, tokenizer_len, params, state, vocabulary, version), steps + 1, busy
+        return decode_step(model, tokenizer_len, params, state, vocabulary, version, slots), steps + 1, busy
 
     zero = jnp.zeros((), jnp.int32)
-    return jax.lax.while_loop(going, body, (state, zero, zero))
+    begin = state if slots is None else state.only(slots)
+    end, steps, busy = jax.lax.while_loop(going, body, (begin, zero, zero))
+    return end if slots is None else state.updated(slots, end), steps, busy
 
 
 def decode_step(
@@ -189,11 +203,12 @@ def decode_step(
     state: EngineState,
     vocabulary: Vocabulary,
     version: jax.Array,
+    cache_rows: jax.Array | None = None,
 ) -> EngineState:
-    """One token for every active row: forward, chain, draw, record, stop."""
+    """One token for every active row i, whose cache is row `cache_rows[i]`: forward, chain, draw, record, stop."""
     rows = state.rows
     index = jnp.arange(rows.buffer.shape[0], dtype=jnp.int32)
-    logits, cache = next_logits(model, params, state)
+    logits, cache = next_logits(model, params, state, cache_rows)
 
     is_given = rows.length < state.given
     given = jnp.where(is_given, rows.buffer[index, jnp.minimum(rows.length, rows.capacity - 1)], NO_TOKEN)
@@ -222,14 +237,16 @@ def decode_step(
     )
 
 
-def next_logits(model: Transformer, params: dict, state: EngineState) -> tuple[jax.Array, KVCache]:
-    """Scores float32 [slots, vocab] of every active row's next token, and the cache with its last one."""
+def next_logits(
+    model: Transformer, params: dict, state: EngineState, cache_rows: jax.Array | None = None
+) -> tuple[jax.Array, KVCache]:
+    """Scores float32 [rows, vocab] of every active row's next token, and the cache with its last one."""
     rows = state.rows
     index = jnp.arange(rows.buffer.shape[0], dtype=jnp.int32)
     last = rows.buffer[index, jnp.maximum(rows.length - 1, 0)]
     positions = jnp.where(rows.active, rows.length - 1, -1)
     forward: Any = partial(model.apply, {"params": params})
-    hidden, cache = forward(last[:, None], positions[:, None], state.cache)
+    hidden, cache = forward(last[:, None], positions[:, None], state.cache, cache_rows)
     return forward(hidden[:, 0], method="logits"), cache
 
 

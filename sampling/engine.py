@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ from sampling.state import NO_TOKEN
 from sampling.types import Geometry, Group, Request, StopReason
 from sampling.vocabulary import Vocabulary
 from sampling.weights import StagedWeights, WeightForm, require_version
+from sampling.widths import compiler_options
 
 log = logging.getLogger(__name__)
 
@@ -90,17 +92,18 @@ class Engine:
         self._intake = Intake(info, geometry.cache_len)
         self.vocabulary = self._intake.vocabulary()
         self._vocabulary = jax.device_put(self.vocabulary or Vocabulary.from_pieces([b"?"]))
-        self._state = empty_state(self._model, geometry, self._capacity)
+        shapes = geometry, self._capacity
+        empty = partial(empty_state, self._model, *shapes)
+        programs = compile_programs(self._model, info.tokenizer_len, *shapes, self._params, self._vocabulary)
+        self._programs = programs.checked(empty, self._params, self._vocabulary)
+        self._state = empty()
         self._staging = Staging(self._model, geometry)
-        self._programs = compile_programs(
-            self._model, info.tokenizer_len, geometry, self._capacity, self._params, self._vocabulary
-        )
         self._waiting: deque[OpenGroup] = deque()
         self._scorer: Scorer | None = None
         self._finished: list[Group] = []
         self._free = list(range(geometry.slots))[::-1]
         self._resident: dict[int, Resident] = {}
-        counts = "groups completions tokens steps busy_row_steps prefill_tokens scored_tokens"
+        counts = "groups completions tokens steps row_steps busy_row_steps prefill_tokens scored_tokens"
         self._counts = dict.fromkeys(counts.split(), 0)
 
     def submit(self, request: Request) -> None:
@@ -221,7 +224,8 @@ class Engine:
             for done in range(0, given.size, DECODE_STEPS):
                 self._decode(min(DECODE_STEPS, given.size - done))
             with jax.default_matmul_precision(self._model.matmul_precision):
-                logits, _ = jax.jit(next_logits, static_argnums=0)(self._model, self._params, self._state)
+                scores = jax.jit(next_logits, static_argnums=0, compiler_options=dict(compiler_options()))
+                logits, _ = scores(self._model, self._params, self._state)
             return logits[slot]
         finally:
             self.abort()
@@ -308,18 +312,27 @@ class Engine:
             self._staging.leave(row)
 
     def _decode(self, max_steps: int = DECODE_STEPS) -> None:
-        # With work waiting, every freed slot is worth a stop; otherwise only the end of all rows is.
-        min_active = len(self._resident) if self.waiting else 1
-        self._state, steps, busy = self._programs.decode(
+        running = len(self._resident)
+        width = self._programs.width_for(running)
+        # With work waiting, every freed slot is worth a stop; otherwise only what a narrower program can take over is.
+        min_active = running if self.waiting else self._programs.width_below(width) + 1
+        some = () if width == self.geometry.slots else (self._slots_of(width),)
+        self._state, steps, busy = self._programs.decode[width](
             self._params,
             self._state,
             self._vocabulary,
             np.int32(self.policy_version),
             np.int32(max_steps),
             np.int32(min_active),
+            *some,
         )
         self._counts["steps"] += int(steps)
+        self._counts["row_steps"] += int(steps) * width
         self._counts["busy_row_steps"] += int(busy)
+
+    def _slots_of(self, width: int) -> np.ndarray:
+        """So many slots, those that are in use among them; int32."""
+        return np.array([*self._resident, *self._free][:width], np.int32)
 
     def _collect(self) -> list[Group]:
         """Takes finished rows out of their slots and returns the groups that are complete with them."""

@@ -13,7 +13,8 @@ class EngineStats:
         slots: slots in all; slots_busy: of them with a running row.
         waiting: requests not yet admitted in full.
         groups, completions, tokens: finished, and drawn in all.
-        steps: decode steps; busy_row_steps: row-steps that advanced a row, out of steps * slots.
+        steps: decode steps; row_steps: rows that they computed, by the width of their programs; busy_row_steps: of
+            these, rows that were advanced.
         prefill_tokens: prompt tokens read.
         scored_tokens: given tokens scored by forward passes.
         programs_compiled: grows only with a policy that needs more capacity than any before it.
@@ -26,6 +27,7 @@ class EngineStats:
     completions: int
     tokens: int
     steps: int
+    row_steps: int
     busy_row_steps: int
     prefill_tokens: int
     scored_tokens: int

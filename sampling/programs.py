@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from sampling.policy import lower, stack
 from sampling.state import StepState
 from sampling.types import Geometry
 from sampling.vocabulary import Vocabulary
+from sampling.widths import agreeing, compiler_options, decode_widths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +29,27 @@ class Programs:
     """Executables; their arguments are those of the functions in sampling.decode, less the model's own.
 
     Attributes:
-        prefill, admit, decode: donate the cache or state that they return anew.
+        prefill, admit: donate the cache or state that they return anew.
+        decode: by the number of slots that take part, which is all of them or fewer; they donate the state.
         compiled: how many programs have been compiled so far, those for smaller capacities included.
     """
 
     prefill: Callable[..., Any]
     admit: Callable[..., Any]
-    decode: Callable[..., Any]
+    decode: Mapping[int, Callable[..., Any]]
     compiled: int
+
+    def width_for(self, rows: int) -> int:
+        """Slots of the smallest decode program that serves so many rows."""
+        return min(width for width in self.decode if width >= rows)
+
+    def width_below(self, width: int) -> int:
+        """Slots of the next smaller one; 0 if there is none."""
+        return max((narrower for narrower in self.decode if narrower < width), default=0)
+
+    def checked(self, empty: Callable[[], EngineState], params: Any, vocabulary: Vocabulary) -> Programs:
+        """Less the narrow ones that this machine's products do not serve; arguments as `widths.agreeing` takes them."""
+        return dataclasses.replace(self, decode=agreeing(self.decode, empty, params, vocabulary))
 
 
 def compile_programs(
@@ -73,18 +89,35 @@ def compile_programs(
         policy=_shapes(lower(SamplingParams(), capacity)),
     )
 
-    def compiled(program: Callable[..., Any], donated: int, *shapes: Any) -> Callable[..., Any]:
-        return jax.jit(program, donate_argnums=donated).lower(*shapes).compile()
+    def compiled(
+        program: Callable[..., Any], donated: int, *shapes: Any, options: Mapping[str, str | bool] | None = None
+    ) -> Callable[..., Any]:
+        return jax.jit(program, donate_argnums=donated).lower(*shapes).compile(dict(options or {}))
+
+    def decoding(width: int) -> Callable[..., Any]:
+        some = () if width == geometry.slots else (jax.ShapeDtypeStruct((width,), jnp.int32),)
+        program = partial(decode, model, tokenizer_len)
+        return compiled(program, 1, params, state, vocabulary, one, one, one, *some, options=compiler_options())
+
+    widths = earlier.decode if earlier else decode_widths(geometry.slots)
 
     with jax.default_matmul_precision(model.matmul_precision):
-        return Programs(
+        programs = Programs(
             prefill=earlier.prefill
             if earlier
             else compiled(partial(prefill, model, lane_len), 1, params, staging, prompts, lanes, fresh),
             admit=compiled(admit, 0, state, staging, one, admission),
-            decode=compiled(partial(decode, model, tokenizer_len), 1, params, state, vocabulary, one, one, one),
-            compiled=earlier.compiled + 2 if earlier else 3,
+            decode={width: decoding(width) for width in widths},
+            compiled=earlier.compiled + 1 + len(widths) if earlier else 2 + len(widths),
         )
+    _give_back_memory()
+    return programs
+
+
+def _give_back_memory() -> None:
+    """Compiling leaves hundreds of MiB with the C library, which glibc gives back only when it is asked to."""
+    if sys.platform == "linux":
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)(0)
 
 
 def empty_staging(model: Transformer, geometry: Geometry) -> KVCache:

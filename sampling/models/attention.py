@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+
+FEW = 4
+"""One row in so many may be far ahead of the others at no cost to them."""
 
 _MASKED = -1e30
 """Score of an invisible key: finite, so that a row without any visible key stays free of NaN."""
@@ -35,7 +41,7 @@ def attend_cached(
     """Softmax attention over a cache, block by block, over no more blocks than some query sees.
 
     A block that a query does not see changes none of its bits: its weights are 0 and its rescaling is 1. So how far the
-    other rows are filled, which decides how many blocks are read, does not matter to a row.
+    other rows are filled, which decides what is read, does not matter to a row.
 
     Args:
         queries: [rows, chunk, kv_heads, q_per_kv, head_dim].
@@ -50,42 +56,89 @@ def attend_cached(
     """
     rows, chunk, kv_heads, group, head_dim = queries.shape
     blocks, block_len = keys.shape[0], keys.shape[4]
+    begin, end, few = 0, 1, None
+    if blocks > 1:
+        ends = positions.max(axis=1) // block_len + 1
+        end = jnp.max(ends)
+        if window is not None:
+            earliest = jnp.min(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions)) - window + 1
+            begin = jnp.clip(earliest // block_len, 0, end)
+        if rows > FEW:
+            few = jax.lax.top_k(ends, rows // FEW + 1)
     columns = queries.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, chunk * group, head_dim)
-    end = jnp.max(positions) // block_len + 1 if blocks > 1 else 1
-    begin = 0
-    if blocks > 1 and window is not None:
-        earliest = jnp.min(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions)) - window + 1
-        begin = jnp.clip(earliest // block_len, 0, end)
+    nothing = jnp.zeros(columns.shape[:3], jnp.float32)
+    seen = Seen(jnp.full_like(nothing, _MASKED), nothing, jnp.zeros(columns.shape, jnp.float32))
+    look = partial(_look, keys, values, window)
+    if few is None:
+        seen = look(begin, end, columns, positions, cache_rows, seen)
+    else:
+        # Blocks that few rows have reached are read for these alone, so that a long row does not hold up the others.
+        shared = jnp.maximum(begin, few[0][-1])
+        seen = look(begin, shared, columns, positions, cache_rows, seen)
+        longest = few[1][:-1]
+        own = longest if cache_rows is None else cache_rows[longest]
+        theirs = look(
+            shared, end, columns[longest], positions[longest], own, jax.tree.map(lambda leaf: leaf[longest], seen)
+        )
+        seen = jax.tree.map(lambda all_, few: all_.at[longest].set(few), seen, theirs)
+    mixed = seen.mixed / jnp.where(seen.total > 0, seen.total, 1.0)[..., None]
+    mixed = mixed.reshape(rows, kv_heads, chunk, group, head_dim).swapaxes(1, 2)
+    return mixed.astype(values.dtype)
 
-    def one_block(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        best, total, mixed = carry
+
+class Seen(NamedTuple):
+    """What a row's queries have seen so far: float32 [rows, kv_heads, columns], the largest score and the total of the
+    weights relative to it; and [rows, kv_heads, columns, head_dim], the values times these weights."""
+
+    best: jax.Array
+    total: jax.Array
+    mixed: jax.Array
+
+
+def _look(
+    keys: jax.Array,
+    values: jax.Array,
+    window: int | None,
+    begin: jax.Array | int,
+    end: jax.Array | int,
+    columns: jax.Array,
+    positions: jax.Array,
+    cache_rows: jax.Array | None,
+    seen: Seen,
+) -> Seen:
+    """Looks at the blocks from `begin` to before `end` as well.
+
+    Args:
+        columns: [rows, kv_heads, columns, head_dim], queries of each key head side by side, those of a token together.
+        others: as in `attend_cached`.
+    """
+    rows, chunk = positions.shape
+    head_dim, block_len = keys.shape[3:]
+    group = columns.shape[2] // chunk
+
+    def one_block(block: jax.Array, sofar: Seen) -> Seen:
         key = jax.lax.dynamic_index_in_dim(keys, block, keepdims=False)
         value = jax.lax.dynamic_index_in_dim(values, block, keepdims=False)
         if cache_rows is not None:
             key, value = key[cache_rows], value[cache_rows]
         scores = jnp.einsum("rkdl,rknd->rknl", key, columns, preferred_element_type=jnp.float32) * head_dim**-0.5
         places = block * block_len + jnp.arange(block_len, dtype=jnp.int32)
-        seen = visible_keys(positions, jnp.broadcast_to(places[None, :], (rows, block_len)), window)
-        seen = jnp.repeat(seen, group, axis=1)[:, None]
-        scores = jnp.where(seen, scores, _MASKED)
-        now_best = jnp.maximum(best, scores.max(axis=-1))
-        weights = jnp.where(seen, jnp.exp(scores - now_best[..., None]), 0.0)
-        rescale = jnp.exp(best - now_best)
+        visible = visible_keys(positions, jnp.broadcast_to(places[None, :], (rows, block_len)), window)
+        visible = jnp.repeat(visible, group, axis=1)[:, None]
+        scores = jnp.where(visible, scores, _MASKED)
+        best = jnp.maximum(sofar.best, scores.max(axis=-1))
+        weights = jnp.where(visible, jnp.exp(scores - best[..., None]), 0.0)
+        rescale = jnp.exp(sofar.best - best)
         # A single token sees all that its row holds. Among several, a broken value must not reach those before it.
         broken = ~jnp.isfinite(value).all(axis=-1) if chunk > 1 else None
         sound = value if broken is None else jnp.where(broken[..., None], jnp.zeros((), value.dtype), value)
         new = jnp.einsum("rknl,rkld->rknd", weights.astype(value.dtype), sound, preferred_element_type=jnp.float32)
         if broken is not None:
-            tainted = jnp.any(seen & broken[:, :, None, :], axis=-1)
+            tainted = jnp.any(visible & broken[:, :, None, :], axis=-1)
             new = jnp.where(tainted[..., None], jnp.nan, new)
-        return now_best, total * rescale + weights.sum(axis=-1), mixed * rescale[..., None] + new
+        return Seen(best, sofar.total * rescale + weights.sum(axis=-1), sofar.mixed * rescale[..., None] + new)
 
-    nothing = jnp.zeros(columns.shape[:3], jnp.float32)
-    start = (jnp.full_like(nothing, _MASKED), nothing, jnp.zeros(columns.shape, jnp.float32))
-    _, total, mixed = jax.lax.fori_loop(begin, end, one_block, start)
-    mixed = mixed / jnp.where(total > 0, total, 1.0)[..., None]
-    mixed = mixed.reshape(rows, kv_heads, chunk, group, head_dim).swapaxes(1, 2)
-    return mixed.astype(values.dtype)
+    return jax.lax.fori_loop(begin, end, one_block, seen)
 
 
 def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:

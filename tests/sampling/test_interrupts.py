@@ -64,7 +64,9 @@ class Interrupted:
 @pytest.mark.parametrize("name", ["prefill", "admit", "decode"])
 def test_an_interrupt_while_a_program_holds_the_slots(engine, undisturbed, name, calls):
     whole = engine._programs
-    engine._programs = dataclasses.replace(whole, **{name: Interrupted(getattr(whole, name), calls)})
+    program = getattr(whole, name)
+    every_width = {width: Interrupted(one, calls) for width, one in program.items()} if name == "decode" else None
+    engine._programs = dataclasses.replace(whole, **{name: every_width or Interrupted(program, calls)})
     with pytest.raises(KeyboardInterrupt):
         list(engine.generate(mixed_work()))
     engine._programs = whole
