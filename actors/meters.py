@@ -22,8 +22,8 @@ INTERVAL_S = 1.0
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "rollout_tokens": ("Completion tokens drawn.", ()),
     "rollout_prompt_tokens": ("Prompt tokens read.", ()),
-    "rollout_row_steps": ("Row-steps of decoding, those of empty slots included.", ()),
-    "rollout_row_steps_wasted": ("Row-steps of empty slots.", ()),
+    "rollout_row_steps": ("Rows that decode steps computed, empty slots included.", ()),
+    "rollout_row_steps_wasted": ("Of these, rows of empty slots.", ()),
     "rollout_rows": ("Samples that came to an end, by the reason.", ("stop_reason",)),
     "rollout_failures": ("Groups that failed for good, by the class of the error.", ("kind",)),
     "rollout_retries": ("Groups handed out again because their worker was lost.", ()),
@@ -45,14 +45,9 @@ GAUGES = {
 
 
 class Meters:
-    """The metrics of one pool.
+    """The metrics of one pool."""
 
-    Args:
-        slots: of one worker.
-    """
-
-    def __init__(self, slots: int) -> None:
-        self._slots = slots
+    def __init__(self) -> None:
         self._counters = {name: Counter(name, text, tags) for name, (text, tags) in COUNTERS.items()}
         self._gauges = {name: Gauge(name, text) for name, text in GAUGES.items()}
         self._told: Counts[str] = Counts()
@@ -80,11 +75,10 @@ class Meters:
         if now - self._looked < INTERVAL_S:
             return
         self._looked = now
-        row_steps = engines.steps * self._slots
         self._count("rollout_tokens", engines.tokens)
         self._count("rollout_prompt_tokens", engines.prefill_tokens)
-        self._count("rollout_row_steps", row_steps)
-        self._count("rollout_row_steps_wasted", row_steps - engines.busy_row_steps)
+        self._count("rollout_row_steps", engines.row_steps)
+        self._count("rollout_row_steps_wasted", engines.row_steps - engines.busy_row_steps)
         held = [each.since for worker in ready for each in worker.hands.values()]
         self.gauge("rollout_workers", len(ready))
         self.gauge("rollout_slots", engines.slots)

@@ -100,7 +100,7 @@ class WorkerPool:
             closing.callback(crew.shutdown)
             while not crew.can_begin:
                 crew.poll(POLL_S)
-            self._meters = Meters(self._spec.geometry.slots)
+            self._meters = Meters()
             self._crew, self._closing = crew, closing.pop_all()
         return self
 

@@ -50,7 +50,7 @@ class WorkersConfig(Section):
     Attributes:
         count: workers, each with its own copy of the weights.
         cpus: processors that the scheduler sets aside per worker.
-        gpus: GPUs per worker.
+        gpus: GPUs per worker; a share below 1 is also one of the GPU's memory.
         tpus: TPU chips per worker.
         threads: threads of one worker's CPU kernels. The bits of a sum depend on it, hence a fixed number and
             not the machine's.
