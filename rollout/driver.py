@@ -88,14 +88,15 @@ def sample_run(
             done = frozenset(folder.done_prompt_ids)
             missing = (prompt for prompt in read_prompts(config.prompts) if prompt.id not in done)
             rows_done = folder.manifest.rows
-            programs = 0
+            programs = 0.0
 
             def report() -> None:
                 nonlocal programs
-                engines = pool.stats().engines
-                if engines.programs_compiled > programs > 0:
+                stats = pool.stats()
+                engines, of_each = stats.engines, stats.engines.programs_compiled / max(stats.workers, 1)
+                if of_each > programs > 0:
                     progress.message("compiled once more, for policies with larger tables or another order")
-                programs = max(programs, engines.programs_compiled)
+                programs = max(programs, of_each)
                 progress.update(Progress(rows_done, census.rows, engines.tokens, engines.slots_busy, pool.slots))
 
             for group in sampler.sample(missing, on_wait=report):

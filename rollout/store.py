@@ -230,10 +230,10 @@ def is_locked(path: Path) -> bool:
     try:
         with (path / _LOCK_NAME).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
     except BlockingIOError:
         return True
+    except OSError:  # there is none, it is somebody else's, or the file system knows no locks
+        return False
     return False
 
 
