@@ -22,6 +22,9 @@ from sampling.errors import ConfigError
 CONNECT_S = 10.0
 """Seconds for a cluster's port to answer."""
 
+GPU_MEMORY = 0.9
+"""Share of a GPU's memory that the processes on it divide among them, by the shares of the GPU that they ask for."""
+
 _SOURCE_ROOT = Path(__file__).resolve().parents[1]
 _WORKER_PACKAGES = ("sampling", "actors")
 """All that a worker imports."""
@@ -141,7 +144,14 @@ def worker_environment(placement: Placement) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
         "HF_HUB_OFFLINE": "1",
     }
+    memory = {}
+    if 0 < placement.gpus < 1:  # whatever the driver has for itself; XLA refuses to be told under both names
+        memory = {
+            "XLA_CLIENT_MEM_FRACTION": f"{GPU_MEMORY * placement.gpus:.4g}",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": "",
+        }
     return {
+        **memory,
         **{name: os.environ.get(name, value) for name, value in defaults.items()},
         "JAX_PLATFORMS": platforms,
         # XLA sizes its CPU thread pool by NPROC, and by the machine where it is not set. With one thread sums

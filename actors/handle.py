@@ -29,6 +29,8 @@ class WorkerHandle:
     Attributes:
         name: of the worker and its replacements.
         restarts: in a row, without a finished group in between.
+        answered: groups, by its predecessors too.
+        lost: whether it had a predecessor.
         start_after: when the next process may be launched.
         actor, starting, stream, ping: Ray's handles to the process and to what is awaited from it; None if nothing.
         started, pinged, heard: when it was launched, last pinged, last heard of.
@@ -42,6 +44,8 @@ class WorkerHandle:
 
     name: str
     restarts: int = 0
+    answered: int = 0
+    lost: bool = False
     start_after: float = 0.0
     actor: Any = None
     starting: Any = None

@@ -58,6 +58,7 @@ class WorkerDescription:
         name: of the worker; a replacement has the name of its predecessor.
         host: host name.
         pid: process id on that host.
+        node: Ray's id of the node.
         log_files: where the process writes standard output and standard error, on that host.
         checkpoint: what is known of the checkpoint, besides its weights.
         weights_digest: digest of the exact bits of the weights.
@@ -72,6 +73,7 @@ class WorkerDescription:
     name: str
     host: str
     pid: int
+    node: str
     log_files: tuple[str, ...]
     checkpoint: CheckpointInfo
     weights_digest: str

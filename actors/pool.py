@@ -10,10 +10,12 @@ from typing import Any, Self
 
 import numpy as np
 
+from actors.chaos import Chaos
 from actors.cluster import connected
 from actors.dispatch import Ledger
 from actors.handle import WorkerHandle
 from actors.messages import Outcome, Publication, WorkerDescription
+from actors.meters import Meters
 from actors.publication import publish
 from actors.spec import Deadlines, Placement, RetryPolicy, WorkerSpec
 from actors.supervision import Answered, Crew, Event, Lost
@@ -57,6 +59,7 @@ class WorkerPool:
         retry: what to do then.
         address: of a running Ray cluster; None starts a private one on this machine. A process that is connected to
             Ray already uses that connection.
+        chaos: what is to go wrong on the way, for tests of what survives it.
     """
 
     def __init__(
@@ -67,12 +70,14 @@ class WorkerPool:
         retry: RetryPolicy | None = None,
         *,
         address: str | None = None,
+        chaos: Chaos | None = None,
     ) -> None:
         self._spec = spec
         self._placement = placement or Placement()
         self._deadlines = deadlines or Deadlines()
         self._retry = retry or RetryPolicy()
         self._address = address
+        self._chaos = chaos or Chaos()
         self._tickets = itertools.count()
         self._closing = contextlib.ExitStack()
         self._crew: Crew | None = None
@@ -80,7 +85,7 @@ class WorkerPool:
         self._unheard: list[Event] = []
 
     def __enter__(self) -> Self:
-        """Starts the workers; returns when each is ready or given up.
+        """Starts the workers; returns when all are ready, or some while others take long or were lost.
 
         Raises:
             WorkerError: none could be started, or two of them would not draw the same bits.
@@ -91,10 +96,11 @@ class WorkerPool:
             raise RunError("the pool is open already; enter it once, or use two pools")
         with contextlib.ExitStack() as closing:
             closing.enter_context(connected(self._address, self._placement))
-            crew = Crew(self._spec, self._placement, self._deadlines, self._retry)
+            crew = Crew(self._spec, self._placement, self._deadlines, self._retry, self._chaos)
             closing.callback(crew.shutdown)
-            while not crew.complete:
+            while not crew.can_begin:
                 crew.poll(POLL_S)
+            self._meters = Meters()
             self._crew, self._closing = crew, closing.pop_all()
         return self
 
@@ -125,6 +131,13 @@ class WorkerPool:
         """Counts since the pool was entered; asks nobody and does not block."""
         crew = self._open_crew()
         return PoolStats(len(crew.ready), crew.restarts, crew.stats())
+
+    def tell(self, *, policy_lag: int | None, mismatch_p999: float | None, mismatch_max: float | None) -> None:
+        """Exports what a learner has found of a batch (docs/metrics.md)."""
+        self._open_crew()
+        self._meters.gauge("rollout_policy_lag", policy_lag)
+        self._meters.gauge("rollout_mismatch_p999", mismatch_p999)
+        self._meters.gauge("rollout_mismatch_max", mismatch_max)
 
     def publish(self, params: Mapping[str, Any], version: int, *, canary: np.ndarray | None = None) -> Publication:
         """Gives every worker new weights. When it returns all have them, and a replacement will start with them.
@@ -199,7 +212,11 @@ class WorkerPool:
                     case Answered(worker, answers):
                         outcomes += [outcome for answer in answers if (outcome := ledger.settle(answer, worker))]
                     case Lost(loss, tickets):
-                        outcomes += ledger.lose(tickets, loss)
+                        spent = ledger.lose(tickets, loss)
+                        self._meters.lost(loss, len(tickets) - len(spent))
+                        outcomes += spent
+            self._meters.ended(outcomes)
+            self._meters.look(crew.ready, crew.stats(), crew.standard.policy_version)
             yield None if stuck else outcomes
 
     def _hand_out(self, ledger: Ledger, crew: Crew) -> None:

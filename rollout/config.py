@@ -50,11 +50,12 @@ class WorkersConfig(Section):
     Attributes:
         count: workers, each with its own copy of the weights.
         cpus: processors that the scheduler sets aside per worker.
-        gpus: GPUs per worker.
+        gpus: GPUs per worker; a share below 1 is also one of the GPU's memory.
         tpus: TPU chips per worker.
         threads: threads of one worker's CPU kernels. The bits of a sum depend on it, hence a fixed number and
             not the machine's.
         group_deadline_s: seconds that one group may take before its worker is given up.
+        heartbeat_s: seconds without a sign of life, whatever it works on, after which a worker is given up.
         start_deadline_s: seconds that a worker may take to load and compile.
         max_group_attempts: tries of one group before its samples are recorded as failed.
         max_worker_restarts: restarts of one worker in a row, without a finished group in between, before the run
@@ -67,6 +68,7 @@ class WorkersConfig(Section):
     tpus: int = Field(default=0, ge=0)
     threads: int = Field(default=2, ge=1)
     group_deadline_s: float = Field(default=600, gt=0)
+    heartbeat_s: float = Field(default=20, gt=0)
     start_deadline_s: float = Field(default=600, gt=0)
     max_group_attempts: int = Field(default=3, ge=1)
     max_worker_restarts: int = Field(default=3, ge=0)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors import Deadlines, Placement, RetryPolicy, WorkerPool, WorkerSpec
+from actors import Chaos, Deadlines, Placement, RetryPolicy, WorkerPool, WorkerSpec
+from rollout.atomic import before_writes
 from rollout.canary import Canary
 from rollout.config import RunConfig
 from rollout.groups import GroupSampler
@@ -32,6 +33,7 @@ def sample_run(
     *,
     address: str | None = None,
     progress: ProgressReporter | None = None,
+    chaos: Chaos | Sequence[str] = (),
 ) -> RunSummary:
     """Samples every prompt of the config into a folder, or continues what was begun there.
 
@@ -42,13 +44,15 @@ def sample_run(
         out_dir: a new folder, or that of the same run: unfinished, it is continued; finished, nothing is done.
         address: of a running Ray cluster; None starts Ray on this machine.
         progress: where to show how far the run is.
+        chaos: what is to go wrong on the way (docs/chaos.md); the rows do not depend on it.
     Raises:
         ConfigError, PromptError, CheckpointError: the input has to change; found before any worker is started.
         WorkerError: all workers were lost. What was finished is on disk, and a later start continues.
     """
     began = time.monotonic()
     progress = progress or ProgressReporter(quiet=True)
-    with RunFolder.open(out_dir, config) as folder:
+    chaos = Chaos.of(chaos)
+    with before_writes(chaos.before_write), RunFolder.open(out_dir, config) as folder:
         prompts_digest = digest_prompts(config.prompts)
         folder.require_same(prompts_digest=prompts_digest)
         if folder.finished:
@@ -59,7 +63,7 @@ def sample_run(
         tokenizer = Tokenizer(load_tokenizer(checkpoint))
         progress.message(f"starting {config.workers.count} worker(s) with {checkpoint.name}")
         rewarding = reward_pool(reward, config.reward_timeout_s, config.reward_workers)
-        with rewarding as rewards, worker_pool(config, address) as pool:
+        with rewarding as rewards, worker_pool(config, address, chaos) as pool:
             loaded = time.monotonic()
             progress.message(f"ready after {loaded - began:.1f} s")
             progress.message(f"a worker holds {pool.description.memory}")
@@ -84,14 +88,15 @@ def sample_run(
             done = frozenset(folder.done_prompt_ids)
             missing = (prompt for prompt in read_prompts(config.prompts) if prompt.id not in done)
             rows_done = folder.manifest.rows
-            programs = 0
+            programs = 0.0
 
             def report() -> None:
                 nonlocal programs
-                engines = pool.stats().engines
-                if engines.programs_compiled > programs > 0:
+                stats = pool.stats()
+                engines, of_each = stats.engines, stats.engines.programs_compiled / max(stats.workers, 1)
+                if of_each > programs > 0:
                     progress.message("compiled once more, for policies with larger tables or another order")
-                programs = engines.programs_compiled
+                programs = max(programs, of_each)
                 progress.update(Progress(rows_done, census.rows, engines.tokens, engines.slots_busy, pool.slots))
 
             for group in sampler.sample(missing, on_wait=report):
@@ -132,13 +137,16 @@ def _count(prompts: Iterable[Prompt], params: SamplingParams, known_tokens: int,
     return _Census(count, rows)
 
 
-def worker_pool(config: RunConfig | ScoreConfig | TrainConfig, address: str | None) -> WorkerPool:
+def worker_pool(
+    config: RunConfig | ScoreConfig | TrainConfig, address: str | None, chaos: Chaos | None = None
+) -> WorkerPool:
     """The workers that a config asks for."""
     workers = config.workers
     return WorkerPool(
         WorkerSpec(config.model.checkpoint, config.geometry, config.model.dtype),
         Placement(workers.count, workers.cpus, workers.gpus, int(workers.tpus), workers.threads),
-        Deadlines(start_s=workers.start_deadline_s, group_s=workers.group_deadline_s),
+        Deadlines(workers.start_deadline_s, workers.group_deadline_s, workers.heartbeat_s),
         RetryPolicy(workers.max_group_attempts, workers.max_worker_restarts),
         address=address,
+        chaos=chaos,
     )

@@ -242,7 +242,7 @@ def _open(path: str) -> Any:
     try:
         return Path(path).open("rb")
     except OSError as error:
-        hint = "check prompts.path" if Path(path).is_absolute() else f"prompts.path starts in {Path.cwd()}"
+        hint = "check prompts.path" if Path(path).is_absolute() else f"prompts.path starts in {_here()}"
         raise PromptError(f"{path}: cannot read the prompts: {error.strerror}; {hint}") from error
 
 
@@ -252,3 +252,10 @@ def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
         return pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise PromptError(f"{path}: expected a Parquet file: {error}; for JSON lines use source: jsonl") from error
+
+
+def _here() -> str:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return "the working directory, which has been removed"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rollout.manifest import read_manifest
 from rollout.shards import content_hash, read_trajectories
+from rollout.store import is_locked
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class RunStatus:
 
     Attributes:
         run_id: names the run.
-        state: "finished", or "unfinished": a start with the same config continues it.
+        state: "finished"; "running" where a process is writing it; or "unfinished": the same command continues it.
         done: samples on disk with a usable completion.
         failed: samples on disk that failed.
         total: samples that the run will have, or None if that is not known yet.
@@ -44,7 +45,7 @@ def read_status(path: str | Path) -> RunStatus:
     manifest = read_manifest(Path(path))
     return RunStatus(
         run_id=manifest.run_id,
-        state="unfinished" if manifest.finished_at is None else "finished",
+        state="finished" if manifest.finished_at else "running" if is_locked(Path(path)) else "unfinished",
         done=manifest.rows - manifest.failed,
         failed=manifest.failed,
         total=manifest.rows_total,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -29,6 +30,8 @@ from sampling.errors import ConfigError, RecordError, RunError
 
 CONFIG_NAME = "config.yaml"
 _LOCK_NAME = ".lock"
+LOOK_S = 0.1
+"""Seconds for which somebody who looks whether a run is locked may hold its lock."""
 
 
 class RunFolder:
@@ -179,8 +182,9 @@ class RunFolder:
         self.close()
 
     def _commit(self, **changes: Any) -> None:
-        self.manifest = self.manifest.model_copy(update=changes)
-        self.manifest.write(self.path)
+        manifest = self.manifest.model_copy(update=changes)
+        manifest.write(self.path)  # what could not be written is not committed, and may be tried again
+        self.manifest = manifest
 
 
 def _now() -> str:
@@ -207,12 +211,30 @@ def locked(path: Path, *inside: str) -> Any:
     for name in inside:
         (path / name).mkdir(parents=True, exist_ok=True)
     file = (path / _LOCK_NAME).open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise RunError(f"{path}: another process is writing this run; wait for it, or choose another --out") from error
+    for last_try in (False, True):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            if last_try:
+                file.close()
+                raise RunError(
+                    f"{path}: another process is writing this run; wait for it, or choose another --out"
+                ) from error
+            time.sleep(LOOK_S)
     return file
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process is writing to a run's folder."""
+    try:
+        with (path / _LOCK_NAME).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none, it is somebody else's, or the file system knows no locks
+        return False
+    return False
 
 
 def _refuse_foreign_files(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 
 def alive(pid: int) -> bool:
@@ -20,3 +21,12 @@ def await_end(*pids: int, within_s: float) -> None:
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline, [pid for pid in pids if alive(pid)]
         time.sleep(0.05)
+
+
+def within(seconds: float, every_s: float = 0.05) -> Iterator[None]:
+    """Goes on until the caller breaks off; fails after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(every_s)
+    raise AssertionError(f"it did not happen within {seconds:g} s")

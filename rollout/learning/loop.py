@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from actors import WorkerPool
+from actors import Chaos, WorkerPool
+from rollout.atomic import before_writes
 from rollout.driver import worker_pool
 from rollout.groups import GroupSampler, TrajectoryGroup
 from rollout.json_values import shown
@@ -52,6 +53,7 @@ def train_run(
     address: str | None = None,
     progress: ProgressReporter | None = None,
     accept_changes: bool = False,
+    chaos: Chaos | Sequence[str] = (),
 ) -> TrainSummary:
     """Trains in a folder, or continues from the newest checkpoint there.
 
@@ -62,12 +64,17 @@ def train_run(
         address: of a running Ray cluster; None starts Ray on this machine.
         progress: where to show how far the run is.
         accept_changes: continue with the config's values where they differ from the folder's, and record that.
+        chaos: what is to go wrong on the way (docs/chaos.md).
     Raises:
         ConfigError, PromptError, CheckpointError: the input has to change.
         WorkerError: all workers were lost. A later start continues from the newest checkpoint.
     """
     progress = progress or ProgressReporter(quiet=True)
-    with TrainFolder.open(out_dir, config, accept_changes=accept_changes) as folder:
+    chaos = Chaos.of(chaos)
+    with (
+        before_writes(chaos.before_write),
+        TrainFolder.open(out_dir, config, accept_changes=accept_changes) as folder,
+    ):
         reward = reward_from_config(config.reward)
         checkpoint = load_checkpoint(config.model.checkpoint)
         tokenizer = Tokenizer(load_tokenizer(checkpoint.info))
@@ -96,7 +103,7 @@ def train_run(
         progress.message(f"starting {config.workers.count} worker(s) with {checkpoint.info.name}")
         with (
             reward_pool(reward, config.reward_timeout_s, config.reward_workers) as rewards,
-            worker_pool(config, address) as pool,
+            worker_pool(config, address, chaos) as pool,
             ThreadPoolExecutor(1, "learner") as thread,
         ):
             progress.message(f"a worker holds {pool.description.memory}")
@@ -250,6 +257,9 @@ class _Loop:
             self._pool.publish(params, self._learner.version)
         self._learnt += 1
         line = step_line(learning.batch, metrics, self._clock, learn_s)
+        self._pool.tell(
+            policy_lag=line["policy_lag_max"], mismatch_p999=line["mismatch_p999"], mismatch_max=line["mismatch_max"]
+        )
         self._progress.message(_line_in_words(line))
         evaluated = self._is_evaluated(self._learnt)
         if evaluated:

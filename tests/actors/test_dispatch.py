@@ -91,7 +91,8 @@ def test_pauses_double():
 def test_workers_that_disagree_are_refused():
     def described(name, digest, threads):
         info: Any = None  # no test here looks at the checkpoint
-        return WorkerDescription(name, "host", 1, (), info, digest, {"threads": threads, "jax": "1"}, "", 3, 1.0)
+        numerics = {"threads": threads, "jax": "1"}
+        return WorkerDescription(name, "host", 1, "node", (), info, digest, numerics, "", 3, 1.0)
 
     standard = described("worker-0", "aa", 2)
     require_agreement(standard, described("worker-1", "aa", 2))

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -17,10 +18,12 @@ import time
 from pathlib import Path
 
 import pytest
+import ray
 
-from actors import Deadlines, GroupFailure, RetryPolicy, WorkerPool
+from actors import Deadlines, GroupFailure, Placement, RetryPolicy, WorkerPool
 from sampling.errors import WorkerError
 from tests.actors.small_work import GEOMETRY, ONE_WORKER, TWO_WORKERS, all_drawn, drawn, groups, request, requests
+from tests.processes import within
 
 pytestmark = pytest.mark.ray
 
@@ -45,6 +48,44 @@ def test_a_killed_worker_leaves_no_trace(spec, undisturbed, placement):
         if placement is ONE_WORKER:  # with two, the other may end the work before anybody misses the dead one
             assert pool.stats().restarts == 1
             assert pool.stats().engines.slots == GEOMETRY.slots
+
+
+def test_a_dead_worker_is_noticed_within_ten_seconds(spec):
+    """While it works, and while it has nothing to do."""
+    with WorkerPool(spec, ONE_WORKER, retry=QUICK) as pool:
+        for restarts, work in ((1, requests()), (2, itertools.repeat(None))):
+            os.kill(pool.workers[0].pid, signal.SIGKILL)
+            began = time.monotonic()
+            for _ in pool.rounds(work):
+                if pool.stats().restarts == restarts:
+                    break
+                assert time.monotonic() - began < 10
+            while not pool.workers:
+                next(pool.rounds(requests()))
+                assert time.monotonic() - began < 60
+
+
+def test_work_begins_without_workers_that_find_no_room_and_they_join_later(spec, undisturbed, monkeypatch):
+    monkeypatch.setattr("actors.supervision.PATIENCE_S", 0.5)
+
+    @ray.remote(num_cpus=1)
+    class Tenant:
+        def here(self):
+            return True
+
+    tenant = Tenant.remote()
+    assert ray.get(tenant.here.remote(), timeout=30)
+    placement = Placement(num_workers=2, cpus=ray.cluster_resources()["CPU"] / 2, threads=1)
+    with WorkerPool(spec, placement) as pool:
+        assert len(pool.workers) == 1
+        assert all_drawn(groups(pool.run(requests()))) == all_drawn(undisturbed)
+        ray.kill(tenant)
+        for _ in within(60):
+            outcomes = list(pool.run(requests()))
+            assert all_drawn(groups(outcomes)) == all_drawn(undisturbed)
+            if len({outcome.worker for outcome in outcomes}) == 2:
+                break
+        assert pool.stats().restarts == 0
 
 
 def test_a_hung_worker_is_replaced_within_its_deadline(spec, undisturbed):

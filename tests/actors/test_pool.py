@@ -260,3 +260,9 @@ def test_workers_without_a_gpu_never_open_one():  # B068
     assert worker_environment(Placement(gpus=1))["JAX_PLATFORMS"] == "cuda,cpu"
     assert worker_environment(Placement(tpus=4))["JAX_PLATFORMS"] == "tpu,cpu"
     assert worker_environment(Placement(threads=3))["NPROC"] == "3"
+
+
+def test_workers_that_share_a_gpu_share_its_memory(monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.2")  # the driver's own
+    assert "XLA_CLIENT_MEM_FRACTION" not in worker_environment(Placement(gpus=1))
+    assert worker_environment(Placement(gpus=0.4))["XLA_CLIENT_MEM_FRACTION"] == "0.36"

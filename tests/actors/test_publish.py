@@ -15,8 +15,10 @@ import signal
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+import ray
 
 from actors import Deadlines, WorkerPool, WorkerSpec
 from sampling import Checkpoint, SamplingParams, load_checkpoint
@@ -27,6 +29,7 @@ from sampling.types import Request
 from sampling.weights import canary_logprobs
 from tests.actors.small_work import GEOMETRY, ONE_WORKER, TWO_WORKERS, all_drawn, drawn, groups, requests
 from tests.actors.test_faults import QUICK
+from tests.processes import within
 from tests.sampling.test_weights import bits, changed
 from tests.tiny_models import TOKENIZER_LEN, tiny_llama
 
@@ -236,3 +239,22 @@ def test_a_worker_that_is_lost_amid_it_is_replaced_by_one_that_has_them(
             assert versions(groups(pool.run(requests()))) == {1}
         assert len(pool.workers) == placement.num_workers and pool.stats().restarts == 1
         require_service(pool, published, 1)
+
+
+def test_weights_that_are_out_of_service_leave_rays_store(spec, published):
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(published.params))
+
+    def held() -> float:
+        return ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"]
+
+    before = held()
+    with WorkerPool(spec, TWO_WORKERS) as pool:
+        for version in range(1, 13):
+            pool.publish(published.params, version)
+            assert groups(pool.run(requests(2)))
+        for _ in within(15, every_s=0.2):
+            if size <= held() - before < 3 * size:  # those in service, and those that a worker is about to let go
+                break
+    for _ in within(15, every_s=0.2):
+        if held() - before < size:
+            break

@@ -28,8 +28,8 @@ def driver(monkeypatch):
     module = types.ModuleType("rollout.driver")
     module.calls, module.outcome = [], None
 
-    def sample_run(config, out_dir, *, address, progress):
-        module.calls.append((config, out_dir, address))
+    def sample_run(config, out_dir, *, address, progress, chaos):
+        module.calls.append((config, out_dir, address, chaos))
         if isinstance(module.outcome, BaseException):
             raise module.outcome
         write_run(out_dir)
@@ -46,9 +46,22 @@ def run(*arguments):
 
 def test_sample_is_one_library_call_and_prints_its_summary(driver, tmp_path):
     out = tmp_path / "run"
-    result = run("sample", QUICKSTART, "--out", out, "--set", "seed=5", "--set", "sampling.n=2", "--address", "auto")
+    result = run(
+        "sample",
+        QUICKSTART,
+        "--out",
+        out,
+        "--set",
+        "seed=5",
+        "--set",
+        "sampling.n=2",
+        "--address",
+        "auto",
+        "--chaos",
+        "kill",
+    )
     assert (result.exit_code, result.stderr) == (0, "")
-    assert driver.calls == [(load_config(QUICKSTART, ["seed=5", "sampling.n=2"]), out, "auto")]
+    assert driver.calls == [(load_config(QUICKSTART, ["seed=5", "sampling.n=2"]), out, "auto", ("kill",))]
     assert "trajectories" in result.stdout and "12.0" in result.stdout
 
 

@@ -10,6 +10,8 @@ import dataclasses
 import errno
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +20,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
-from rollout.config_file import load_config, parse_config
+from rollout.atomic import before_writes
+from rollout.cli import main
+from rollout.config_file import dump_config, load_config, parse_config
 from rollout.manifest import read_manifest
 from rollout.shards import content_hash, read_trajectories
 from rollout.status import read_status
@@ -275,10 +280,62 @@ def test_a_disk_that_cannot_be_written_leaves_the_committed_rows(tmp_path, monke
     assert list(read_trajectories(tmp_path / "run")) == [*group("a"), *group("b")]
 
 
+@pytest.mark.parametrize(
+    ("damage", "code", "words"),
+    [
+        (lambda run: _set(run, schema_version=9), 1, "manifest.json: expected trajectory schema version 2, got 9"),
+        (lambda run: _set(run, lineage="v9"), 1, "manifest.json: lineage: .*written by another release"),
+        (lambda run: (run / "manifest.json").write_text("{"), 1, "manifest.json: "),
+        (lambda run: _cut(run / "trajectories" / "part-00001.parquet"), 1, "part-00001.parquet: .*damaged since"),
+        (lambda run: (run / "trajectories" / "part-00000.parquet").unlink(), 1, "part-00000.parquet: .*cannot be read"),
+        (lambda run: (shutil.rmtree(run), run.write_text("")), 2, "Directory .*run' is a file"),
+    ],
+)
+def test_a_damaged_folder_ends_the_command_with_a_name_and_is_left_as_it_is(tmp_path, damage, code, words):
+    run, file = tmp_path / "run", tmp_path / "config.yaml"
+    write_run(run)
+    file.write_text(dump_config(config()))
+    damage(run)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"}
+    shown = CliRunner().invoke(main, ["sample", str(file), "--out", str(run)])
+    assert shown.exit_code == code, shown.output
+    assert re.search(words, shown.stderr) and "Traceback" not in shown.output
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def _set(run, **fields):
+    path = run / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def _cut(file):
+    file.write_bytes(file.read_bytes()[:-30])
+
+
+def test_what_a_manifest_could_not_say_is_not_committed_twice(tmp_path, monkeypatch):
+    folder = RunFolder.open(tmp_path / "run", config(rows_per_shard=2))
+    folder.begin(**MADE_FROM)
+    written = []
+
+    def full_once(path):
+        written.append(path.name)
+        if written.count("manifest.json") == 1 and path.name == "manifest.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with before_writes(full_once):
+        with pytest.raises(RunError, match=r"manifest\.json: cannot be written: No space left on device"):
+            folder.add_group(group("a"))
+        folder.add_group(group("b"))
+        folder.close()
+    assert list(read_trajectories(tmp_path / "run")) == [*group("a"), *group("b")]
+    assert folder.manifest.rows == 4 and read_status(tmp_path / "run").prompts == 2
+
+
 def test_status_counts_rows_and_names_the_content(tmp_path):
     with RunFolder.open(tmp_path / "run", config()) as folder:
         folder.begin(**MADE_FROM, rows_total=8)
         folder.add_group([trajectory("a", 0), trajectory("a", 1, stop_reason=StopReason.ABORTED)])
+        assert read_status(tmp_path / "run").state == "running"
     status = read_status(tmp_path / "run")
     assert (status.state, status.done, status.failed, status.total, status.prompts) == ("unfinished", 1, 1, 8, 1)
     assert status.content_hash == content_hash(read_trajectories(tmp_path / "run"))

@@ -75,6 +75,19 @@ def test_equal_runs_are_equal_to_the_bit_and_a_killed_one_goes_on(tmp_path):
     assert train("toy-grpo", tmp_path / "killed", *settings) == finished  # nothing is left to do
 
 
+def test_a_disturbed_training_learns_the_same(tmp_path):
+    settings = ["train.steps=6", "train.save_every=2", "evaluation=null"]
+    whole = train("toy-grpo", tmp_path / "whole", *settings)
+    command = ["train", "configs/toy-grpo.yaml", "--out", str(tmp_path / "run")]
+    command += [part for setting in settings for part in ("--set", setting)]
+    faults = ["corrupt:worker=0,after=1", "kill:worker=0,after=20", "write:after=6"]
+    ended = CliRunner().invoke(main, [*command, *(part for fault in faults for part in ("--chaos", fault))])
+    assert ended.exit_code == 1, ended.output
+    assert "step-000004.parquet: cannot be written: No space left on device (chaos)" in ended.stderr
+    assert len(metrics(tmp_path / "run")) == 4
+    assert untimed(train("toy-grpo", tmp_path / "run", *settings)) == untimed(whole)
+
+
 def test_a_run_that_is_broken_off_in_an_evaluation_evaluates_again(tmp_path):
     """The checkpoint holds the line that waits for the evaluation; that line is lost, or half of it."""
     settings = ["train.steps=4", "train.save_every=2", "evaluation.every=2"]
