@@ -21,6 +21,8 @@ class Capacity:
         stop_strings, stop_bytes: stop strings; UTF-8 bytes of the longest.
         orders: named orders that the programs hold.
         support: ids of one token's recorded support.
+        grammars, grammar_states, grammar_cells: different grammars of all rows together; their states, and one; the
+            entries of their tables (sampling.grammar.tables).
     """
 
     end_ids: int = 16
@@ -33,10 +35,13 @@ class Capacity:
     stop_bytes: int = 32
     orders: tuple[str, ...] = ("transformers",)
     support: int = 0
+    grammars: int = 8
+    grammar_states: int = 4096
+    grammar_cells: int = 2**20
 
     @classmethod
     def needed(cls, params: SamplingParams) -> Capacity:
-        """The exact sizes that a policy fills."""
+        """The exact sizes that a policy fills, tables of grammars aside: rows share those."""
         words = [word for word in params.bad_words if not isinstance(word, str)]
         sequences = [ids for ids, _ in params.sequence_bias]
         return cls(
@@ -50,6 +55,9 @@ class Capacity:
             stop_bytes=max((len(text.encode()) for text in params.stop), default=0),
             orders=(params.order,),
             support=params.record_support,
+            grammars=0,
+            grammar_states=0,
+            grammar_cells=0,
         )
 
     def grown_for(self, needed: Capacity) -> Capacity:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from sampling.decode import TokenRecord
+from sampling.grammar import TokenAutomaton
 from sampling.params import SamplingParams
 from sampling.state import NO_TOKEN
 from sampling.types import Completion, Group, Request, StopReason
@@ -33,6 +34,7 @@ class OpenGroup:
         params: its parameters as they take effect.
         limit: total length at which a row's budget ends.
         submitted: when it came, by time.monotonic().
+        automaton: of its grammar.
         pending: samples that nobody has begun.
         finished: completions by sample index.
     """
@@ -41,16 +43,20 @@ class OpenGroup:
     params: SamplingParams
     limit: int
     submitted: float
+    automaton: TokenAutomaton | None
     pending: deque[Sample]
     finished: dict[int, Completion] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, request: Request, params: SamplingParams, cache_len: int) -> Self:
+    def of(
+        cls, request: Request, params: SamplingParams, cache_len: int, automaton: TokenAutomaton | None = None
+    ) -> Self:
         """A request that has just come."""
         samples = zip(request.sample_indices, request.given, request.keys, strict=True)
         ends = [size for size in (params.max_length, cache_len) if size]
         limit = min(request.prompt_tokens.size + params.max_new_tokens, *ends)
-        return cls(request, params, limit, time.monotonic(), deque(Sample(*sample) for sample in samples))
+        pending = deque(Sample(*sample) for sample in samples)
+        return cls(request, params, limit, time.monotonic(), automaton, pending)
 
     def finish(
         self,
@@ -92,8 +98,15 @@ class OpenGroup:
             stop_reason=StopReason.from_code(stop_code),
             wait_s=begun - self.submitted,
             decode_s=time.monotonic() - begun,
+            left_grammar_at=self._left_grammar_at(tokens) if sample.given.size else None,
         )
         return len(self.finished) == len(self.request.sample_indices)
+
+    def _left_grammar_at(self, tokens: np.ndarray) -> int | None:
+        params = self.params
+        if self.automaton is None:
+            return None
+        return self.automaton.left_at(tokens.tolist(), params.eos_token_ids, params.stop_token_ids)
 
     def closed(self) -> Group:
         """The group, once all its samples are finished."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sampling import param_checks as checks
 from sampling.errors import ConfigError
+from sampling.grammar import Grammar, GrammarKind
 from sampling.param_checks import BANNED, ORDERS
 
 
@@ -55,6 +57,12 @@ class SamplingParams:
         forced_bos: id forced after a prompt of one token; None is off.
         forced_eos: ids of which one is forced as the last token of the budget; empty is off.
         exponential_decay_length_penalty: (start, factor): after `start` tokens the end-of-sequence score grows.
+    Grammar, one at most (docs/grammars.md):
+        regex: the completion's text matches this pattern of Python's `re` from end to end; None is off.
+        json_schema: it is JSON that this schema accepts: a mapping, or JSON text; None is off.
+        choices: it is one of these texts; empty is off.
+        grammar_end: "done" ends the row once nothing may follow, "accepted" as soon as its text is complete, "eos" not
+            at all: it goes on until it draws an end-of-sequence id.
     Scores:
         remove_invalid_values: repair NaN and infinities instead of ending the row as undefined.
         renormalize: scores leave the filters as log-probabilities.
@@ -99,6 +107,10 @@ class SamplingParams:
     forced_bos: int | None = None
     forced_eos: Any = ()
     exponential_decay_length_penalty: Any = None
+    regex: str | None = None
+    json_schema: Any = None
+    choices: Any = ()
+    grammar_end: str = "done"
     remove_invalid_values: bool = False
     renormalize: bool = False
     n: int = 1
@@ -121,6 +133,17 @@ class SamplingParams:
     def end_token_ids(self) -> tuple[int, ...]:
         """All ids that end the completion."""
         return tuple(sorted({*self.eos_token_ids, *self.stop_token_ids}))
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the completion's text has to be; None if it may be anything."""
+        if self.regex is not None:
+            return Grammar(GrammarKind.REGEX, self.regex)
+        if self.json_schema is not None:
+            return Grammar(GrammarKind.JSON_SCHEMA, self.json_schema)
+        if self.choices:
+            return Grammar(GrammarKind.CHOICES, json.dumps(self.choices, ensure_ascii=False))
+        return None
 
     def token_ids(self) -> dict[str, tuple[int, ...]]:
         """Every token id that a parameter names, by the parameter."""
@@ -219,6 +242,10 @@ _CHECKS: dict[str, checks.Check] = {
     "forced_bos": checks.whole(0, "None (off) or a token id", optional=True),
     "forced_eos": lambda name, value: checks.token_ids(name, (value,) if isinstance(value, int) else value),
     "exponential_decay_length_penalty": checks.decay,
+    "regex": checks.regex,
+    "json_schema": checks.json_schema,
+    "choices": checks.choices,
+    "grammar_end": checks.grammar_end,
     "remove_invalid_values": checks.flag,
     "renormalize": checks.flag,
     "n": checks.whole(1, "at least 1"),
@@ -241,6 +268,14 @@ def _refuse_contradictions(params: SamplingParams) -> None:
         refuse("min_new_tokens", "max_new_tokens", "the minimum is above the maximum")
     if params.max_length is not None and params.min_length > params.max_length:
         refuse("min_length", "max_length", "the minimum is above the maximum")
+    grammars = [name for name in ("regex", "json_schema", "choices") if getattr(params, name) not in (None, ())]
+    if len(grammars) > 1:
+        refuse(grammars[0], grammars[1], "a row follows one grammar; write both into one")
+    for name in ("forced_bos", "forced_eos"):
+        if params.grammar and getattr(params, name) not in (None, ()):
+            refuse(name, grammars[0], "a token is forced or follows a grammar, not both")
+    if params.grammar and params.grammar_end == "eos" and params.ignore_eos:
+        refuse("grammar_end", "ignore_eos", "the row waits for an end-of-sequence id and ignores them")
     banned = {
         "suppress_tokens": set(params.suppress_tokens),
         "bad_words": {word[0] for word in params.bad_words if not isinstance(word, str) and len(word) == 1},

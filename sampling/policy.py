@@ -7,6 +7,7 @@ apply is a number too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -17,11 +18,13 @@ from jax.typing import ArrayLike
 
 from sampling.capacity import Capacity
 from sampling.errors import ConfigError
+from sampling.grammar.tables import FREE, GrammarTables
+from sampling.param_checks import GRAMMAR_ENDS
 from sampling.params import BANNED, ORDERS, SamplingParams
 from sampling.pytrees import Node
 from sampling.state import NO_TOKEN, StepState
 from sampling.stop_strings import StopStrings, encode_stop_strings
-from sampling.stopping import EndOfSequence, MaxLength, MaxNewTokens, StoppingRule, StopTokens
+from sampling.stopping import EndOfSequence, GrammarDone, MaxLength, MaxNewTokens, StoppingRule, StopTokens
 from sampling.support import RecordedSupport
 from sampling.transforms import (
     AllowedTokens,
@@ -32,6 +35,7 @@ from sampling.transforms import (
     ForcedBOS,
     ForcedEOS,
     FrequencyPenalty,
+    GrammarMask,
     Greedy,
     LogitBias,
     MinLength,
@@ -62,21 +66,22 @@ STAGES = {
         "sequence_bias logit_bias prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty"
         " no_repeat_ngram_size prompt_no_repeat_ngram_size bad_words min_length min_new_tokens forced_bos forced_eos"
         " remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"
-        " allowed_token_ids temperature top_h top_k top_p min_p typical_p epsilon_cutoff eta_cutoff renormalize greedy"
+        " allowed_token_ids grammar temperature top_h top_k top_p min_p typical_p epsilon_cutoff eta_cutoff"
+        " renormalize greedy"
     ).split(),
     "reference": (
         "remove_invalid_values allowed_token_ids suppress_tokens begin_suppress_tokens min_length min_new_tokens"
-        " forced_bos forced_eos bad_words no_repeat_ngram_size prompt_no_repeat_ngram_size sequence_bias logit_bias"
-        " prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty"
+        " grammar forced_bos forced_eos bad_words no_repeat_ngram_size prompt_no_repeat_ngram_size sequence_bias"
+        " logit_bias prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty"
         " exponential_decay_length_penalty temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff"
         " renormalize greedy"
     ).split(),
     "vllm": (
-        "remove_invalid_values allowed_token_ids bad_words min_length min_new_tokens logit_bias sequence_bias"
-        " prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty no_repeat_ngram_size"
-        " prompt_no_repeat_ngram_size forced_bos forced_eos exponential_decay_length_penalty suppress_tokens"
-        " begin_suppress_tokens temperature min_p top_k top_p top_h typical_p epsilon_cutoff eta_cutoff renormalize"
-        " greedy"
+        "remove_invalid_values grammar allowed_token_ids bad_words min_length min_new_tokens logit_bias"
+        " sequence_bias prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty"
+        " no_repeat_ngram_size prompt_no_repeat_ngram_size forced_bos forced_eos exponential_decay_length_penalty"
+        " suppress_tokens begin_suppress_tokens temperature min_p top_k top_p top_h typical_p epsilon_cutoff eta_cutoff"
+        " renormalize greedy"
     ).split(),
 }
 """The stages of each order, first to last, named by the parameter that they come from.
@@ -125,33 +130,62 @@ class Policy(Node):
 
     def stop_codes(self, before: StepState, after: StepState, tokens: jax.Array) -> jax.Array:
         """Why each row ends with the token just committed: StopReason.code, int32 [rows]; 0 if it goes on."""
-        held = jnp.zeros(tokens.shape, bool)
-        for stage in self.transforms.values():
-            held = held | stage.holds_back(before) if isinstance(stage, (MinLength, MinNewTokens)) else held
+        minima = [stage for stage in self.transforms.values() if isinstance(stage, (MinLength, MinNewTokens))]
+
+        def held(state: StepState) -> jax.Array:
+            return functools.reduce(jnp.logical_or, [stage.holds_back(state) for stage in minima], jnp.asarray(False))
+
         code = jnp.zeros(tokens.shape, jnp.int32)
         for rule in self.stopping:
             ends = rule(after, tokens)
             # Ids are held back through their scores; a string is overlooked until it may end the row.
-            ends = ends & ~held if isinstance(rule, StopStrings) else ends
+            # A text counts the token that completes it.
+            if isinstance(rule, StopStrings):
+                ends = ends & ~held(before)
+            elif isinstance(rule, GrammarDone):
+                ends = ends & (~held(after) | rule.must_end(after))
             code = jnp.where((code == 0) & ends, rule.reason.code, code)
         return code
 
-    def bound(self, vocabulary: Vocabulary) -> Policy:
-        """The policy with its stop strings bound to the bytes of the engine's tokens."""
-        rules = tuple(
-            rule.replace(vocabulary=vocabulary) if isinstance(rule, StopStrings) else rule for rule in self.stopping
-        )
-        return self.replace(stopping=rules)
+    @property
+    def grammar(self) -> GrammarMask:
+        """The stage that holds rows to their grammars."""
+        stage = self.transforms["grammar"]
+        assert isinstance(stage, GrammarMask)
+        return stage
+
+    def commit(self, state: StepState, tokens: jax.Array) -> StepState:
+        """The state with one more token in every active row, their automata advanced by it; tokens int32 [rows]."""
+        after, tables = state.commit(tokens), self.grammar.tables
+        if tables is None:
+            return after
+        return after.replace(automaton=jnp.where(state.active, tables.step(state.automaton, tokens), state.automaton))
+
+    def bound(self, vocabulary: Vocabulary, tables: GrammarTables) -> Policy:
+        """The policy with its rules bound to the bytes of the engine's tokens and to the tables of its grammars."""
+
+        def bind(rule: StoppingRule) -> StoppingRule:
+            match rule:
+                case StopStrings():
+                    return rule.replace(vocabulary=vocabulary)
+                case GrammarDone():
+                    return rule.replace(tables=tables)
+            return rule
+
+        mask = self.grammar.replace(tables=tables)
+        return self.replace(transforms={**self.transforms, "grammar": mask}, stopping=tuple(map(bind, self.stopping)))
 
 
-def lower(params: SamplingParams, capacity: Capacity | None = None) -> Policy:
+def lower(params: SamplingParams, capacity: Capacity | None = None, grammar_start: int = FREE) -> Policy:
     """The policy of one row, with NumPy leaves.
 
     Args:
         params: what the user asked for, as `resolved` leaves it: end-of-sequence ids joined, texts turned into ids.
         capacity: sizes of the tables; by default just what the parameters need.
+        grammar_start: where the grammar of the parameters begins in the tables that the policy will be bound to.
     Raises:
-        ConfigError: a table is too small, or a bad word is still a text.
+        ConfigError: a table is too small, a bad word is still a text, or there is a grammar and no start, or the other
+            way round.
     """
     needed = Capacity.needed(params)
     capacity = capacity or Capacity().grown_for(needed)
@@ -159,6 +193,9 @@ def lower(params: SamplingParams, capacity: Capacity | None = None) -> Policy:
         raise ConfigError(f"expected a capacity of at least {needed}, got {capacity}")
     if any(isinstance(word, str) for word in params.bad_words):
         raise ConfigError(f"sampling.bad_words: expected token ids by now, got texts: {params.bad_words!r}")
+
+    if (params.grammar is None) != (grammar_start == FREE):
+        raise ConfigError(f"expected a place in the tables for the grammar {params.grammar}, got {grammar_start}")
 
     ends = _ids(params.end_token_ids, 2 * capacity.end_ids)
     start, factor = params.exponential_decay_length_penalty or (0, 1.0)
@@ -189,6 +226,11 @@ def lower(params: SamplingParams, capacity: Capacity | None = None) -> Policy:
             _ids(params.begin_suppress_tokens, capacity.suppressed), np.int32(0)
         ),
         "allowed_token_ids": AllowedTokens(_ids(params.allowed_token_ids, capacity.allowed)),
+        "grammar": GrammarMask(
+            np.int32(grammar_start),
+            _ids(params.eos_token_ids, capacity.end_ids),
+            _ids(params.stop_token_ids, capacity.end_ids),
+        ),
         "temperature": Temperature(np.float32(1.0 if params.greedy else params.temperature)),
         "top_h": TopH(np.float32(params.top_h or 0.0)),
         "top_k": TopK(np.int32(min(params.top_k or 0, np.iinfo(np.int32).max))),
@@ -207,6 +249,7 @@ def lower(params: SamplingParams, capacity: Capacity | None = None) -> Policy:
         EndOfSequence(_ids(params.eos_token_ids, capacity.end_ids)),
         StopTokens(_ids(params.stop_token_ids, capacity.end_ids)),
         StopStrings(*encode_stop_strings(params.stop, capacity.stop_strings, capacity.stop_bytes)),
+        GrammarDone(np.int32(GRAMMAR_ENDS.index(params.grammar_end))),
         MaxNewTokens(np.int32(params.max_new_tokens)),
         MaxLength(np.int32(params.max_length or np.iinfo(np.int32).max)),
     )

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sampling.capacity import Capacity
 from sampling.decode import Admission, EngineState, TokenRecord, admit, decode, prefill
+from sampling.grammar.tables import FREE, GrammarTables
 from sampling.lanes import Lanes, lane_shape
 from sampling.models import KVCache, Transformer
 from sampling.params import SamplingParams
-from sampling.policy import lower, stack
-from sampling.state import StepState
+from sampling.policy import Policy, lower, stack
+from sampling.state import NO_TOKEN, StepState
 from sampling.types import Geometry
 from sampling.vocabulary import Vocabulary
 
@@ -54,6 +56,8 @@ def compile_programs(
         earlier: programs of the same engine for another capacity.
     """
     params, vocabulary = _shapes(params), _shapes(vocabulary)
+    sizes = capacity.grammars, capacity.grammar_states, capacity.grammar_cells
+    grammars = _shapes(GrammarTables.empty(model.config.vocab_size, *sizes))
     state = jax.eval_shape(partial(empty_state, model, geometry, capacity))
     staging = jax.eval_shape(partial(empty_staging, model, geometry))
     num_lanes, lane_len = lane_shape(geometry.prefill_chunk)
@@ -82,7 +86,9 @@ def compile_programs(
             if earlier
             else compiled(partial(prefill, model, lane_len), 1, params, staging, prompts, lanes, fresh),
             admit=compiled(admit, 0, state, staging, one, admission),
-            decode=compiled(partial(decode, model, tokenizer_len), 1, params, state, vocabulary, one, one, one),
+            decode=compiled(
+                partial(decode, model, tokenizer_len), 1, params, state, vocabulary, grammars, one, one, one
+            ),
             compiled=earlier.compiled + 2 if earlier else 3,
         )
 
@@ -115,6 +121,25 @@ def empty_state(model: Transformer, geometry: Geometry, capacity: Capacity) -> E
             support=column(jnp.int32, capacity.support),
         ),
         policy_versions=column(jnp.int32),
+    )
+
+
+def rearranged(
+    state: EngineState, policies: Sequence[Policy], capacity: Capacity, moved: dict[int, int]
+) -> EngineState:
+    """The state with its rows' policies lowered anew, for another capacity or another order of the grammars.
+
+    Args:
+        policies: one for each slot.
+        moved: new numbers of the grammars' states.
+    """
+    more = capacity.support - state.record.support.shape[-1]
+    support = jnp.pad(state.record.support, ((0, 0), (0, 0), (0, more)), constant_values=NO_TOKEN)
+    automaton = [moved.get(one, min(one, FREE)) for one in np.asarray(state.rows.automaton).tolist()]
+    return state.replace(
+        rows=state.rows.replace(automaton=jnp.asarray(automaton, jnp.int32)),
+        policy=jax.device_put(stack(policies)),
+        record=state.record.replace(support=support),
     )
 
 

@@ -24,7 +24,7 @@ from rollout.scoring.ratios import sequence_ratios, token_log_ratios
 from sampling.errors import RecordError
 from sampling.types import Completion
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of the columns below."""
 
 
@@ -57,6 +57,8 @@ MEANINGS = {
     "in_support": "per token: whether the scorer's policy left it in",
     "ended_at": "the first token before the last with which the scorer's stopping rules would have ended it all;"
     " null if there is none. No ratio takes notice of it",
+    "left_grammar_at": "the first token that the scorer's grammar does not allow; it and all after it have the log-prob"
+    " -inf under the policy. Null if there is none",
     "recorded_logprobs": "nats per token: behaviour log-probs of the source; null without",
     "recorded_logprob": "nats: their sum over the drawn tokens",
     "log_ratio": "nats: sum of behaviour_logprobs - recorded_logprobs over the drawn tokens, the log of the"
@@ -106,6 +108,7 @@ class ScoredSequence:
     entropy: np.ndarray = field(default_factory=_no_nats)
     in_support: np.ndarray = field(default_factory=_no_flags)
     ended_at: int | None = None
+    left_grammar_at: int | None = None
     recorded_logprobs: np.ndarray | None = None
     recorded_logprob: float | None = None
     log_ratio: float | None = None
@@ -158,6 +161,7 @@ class ScoredSequence:
             entropy=completion.entropy[scored],
             in_support=~np.isneginf(behaviour),
             ended_at=completion.ended_at,
+            left_grammar_at=completion.left_grammar_at,
             recorded_logprobs=sequence.behaviour_logprobs,
             policy_versions=sequence.policy_versions,
             policy=policy,
@@ -181,7 +185,7 @@ _INT32, _FLOAT32, _BOOL = (pa.list_(pa.field("item", item, False)) for item in (
 _TYPES: dict[str, pa.DataType] = {
     "row": pa.int64(),
     "in_support": _BOOL,
-    **dict.fromkeys(("sample_index", "given_len", "ended_at", "staleness_max"), pa.int32()),
+    **dict.fromkeys(("sample_index", "given_len", "ended_at", "left_grammar_at", "staleness_max"), pa.int32()),
     **dict.fromkeys(("prompt_tokens", "completion_tokens", "policy_versions"), _INT32),
     **dict.fromkeys(
         ("model_logprobs", "behaviour_logprobs", "log_kept_mass", "entropy", "recorded_logprobs"), _FLOAT32
@@ -192,7 +196,16 @@ _TYPES: dict[str, pa.DataType] = {
 """Types of the columns that are not text."""
 
 _OPTIONAL = {
-    *("reward", "failure", "ended_at", "recorded_logprobs", "recorded_logprob", "log_ratio", "mean_log_ratio"),
+    *(
+        "reward",
+        "failure",
+        "ended_at",
+        "left_grammar_at",
+        "recorded_logprobs",
+        "recorded_logprob",
+        "log_ratio",
+        "mean_log_ratio",
+    ),
     *("clipped_ratio", "ppo_clip_fraction", "policy_versions", "staleness_mean", "staleness_max"),
 }
 _VERSION_KEY = b"rollout.scored_schema_version"

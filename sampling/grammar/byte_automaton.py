@@ -24,7 +24,7 @@ MOST_STATES = 50_000
 """A grammar with more states is refused: its tables could not be held, and it would take minutes to compile."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ByteAutomaton:
     """Deterministic, every state reachable from state 0 and, unless the language is empty, on a way to acceptance.
 

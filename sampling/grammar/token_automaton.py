@@ -23,7 +23,7 @@ MOST_BYTES = 64 * 2**20
 """Tables of one grammar are refused beyond this."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenAutomaton:
     """Deterministic. State 0 is the first; every state is on a way to acceptance.
 
@@ -98,6 +98,22 @@ class TokenAutomaton:
         for token in tokens:
             reached.append(self.step(reached[-1], int(token)))
         return reached
+
+    def left_at(self, tokens: Sequence[int] | np.ndarray, eos: Sequence[int], stop: Sequence[int]) -> int | None:
+        """The place of the first token that is outside the grammar; None if all are inside.
+
+        Args:
+            eos, stop: ids that may end the text where it is complete; what follows them is outside.
+        """
+        state = 0
+        for place, token in enumerate(tokens):
+            ends = self.accepting[state] and (token in eos or token in stop)
+            if ends and place + 1 < len(tokens):
+                return place + 1
+            state = NO_STATE if token in eos else self.step(state, int(token))
+            if state == NO_STATE and not ends:
+                return place
+        return None
 
     def allowed(self, state: int) -> np.ndarray:
         """int [ids]: the tokens that may follow, end-of-sequence tokens aside."""

@@ -139,14 +139,14 @@ def test_the_file_says_what_its_columns_mean(file):
     schema = pyarrow.parquet.read_schema(file)
     assert json.loads(schema.metadata[b"rollout.scored_columns"]) == MEANINGS
     assert schema.names == list(MEANINGS) == [field.name for field in dataclasses.fields(ScoredSequence)]
-    assert schema.metadata[b"rollout.scored_schema_version"] == b"1"
+    assert schema.metadata[b"rollout.scored_schema_version"] == b"2"
 
 
 def test_other_files_are_refused(file, tmp_path):
     other = tmp_path / "other.parquet"
     table = pyarrow.parquet.read_table(file)
     pyarrow.parquet.write_table(table.replace_schema_metadata({b"rollout.scored_schema_version": b"9"}), other)
-    with pytest.raises(RecordError, match=r"other.parquet: expected version 1 of scored sequences, got 9"):
+    with pytest.raises(RecordError, match=r"other.parquet: expected version 2 of scored sequences, got 9"):
         list(read_scored(other))
     pyarrow.parquet.write_table(table.drop_columns(["entropy"]), other)
     with pytest.raises(RecordError, match=r"other.parquet: expected columns scorer, row, "):
