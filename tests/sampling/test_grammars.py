@@ -12,7 +12,6 @@ import itertools
 import json
 import logging
 import re
-import statistics
 from collections import Counter
 
 import jax
@@ -440,8 +439,8 @@ def test_what_a_grammar_costs():
     for _ in range(16):
         for name, part in parts.items():
             times[name].append(1e3 * seconds(part))
-    found = {name: statistics.median(some[1:]) for name, some in times.items()}
-    print({name: round(ms, 2) for name, ms in found.items()}, f"ms; {automaton.num_states} states")
+    found = {name: min(some) for name, some in times.items()}  # whatever else runs on the machine only adds
+    print({name: round(ms, 2) for name, ms in found.items()}, f"ms, minima of 16; {automaton.num_states} states")
     assert found["grammar"] - found["without"] < 0.08 * found["matrix products"]
 
 
