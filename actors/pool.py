@@ -164,6 +164,22 @@ class WorkerPool:
             WorkerError: all workers are lost and their restarts spent.
             RunError: the requests hold back although no outcome is to come, or another run was begun meanwhile.
         """
+        for outcomes in self.rounds(requests, on_wait):
+            if outcomes is None:
+                raise RunError("the source of requests holds back although no outcome is to come")
+            yield from outcomes
+
+    def rounds(
+        self, requests: Iterable[Request | None], on_wait: Callable[[], None] | None = None
+    ) -> Iterator[list[Outcome] | None]:
+        """As `run`, for a caller with work of its own in between: what came in each short wait, which may be nothing.
+
+        Returns:
+            Lists of outcomes; None where the requests hold back although no outcome is to come: it is for the caller to
+            change that before it asks again.
+        Raises:
+            WorkerError, RunError: as `run`, but for requests that hold back.
+        """
         crew = self._open_crew()
         self._current_run = this_run = object()
         ledger = Ledger(requests, self._tickets, self._retry.max_group_attempts)
@@ -173,18 +189,18 @@ class WorkerPool:
             self._hand_out(ledger, crew)
             if ledger.done():
                 return
-            if ledger.stuck:
-                raise RunError("the source of requests holds back although no outcome is to come")
+            stuck = ledger.stuck
             if on_wait:
                 on_wait()
             events, self._unheard = self._unheard, []
-            for event in [*events, *crew.poll(0 if events else POLL_S)]:
+            outcomes: list[Outcome] = []
+            for event in [*events, *crew.poll(0 if events or stuck else POLL_S)]:
                 match event:
                     case Answered(worker, answers):
-                        outcomes = (ledger.settle(answer, worker) for answer in answers)
-                        yield from (outcome for outcome in outcomes if outcome)
+                        outcomes += [outcome for answer in answers if (outcome := ledger.settle(answer, worker))]
                     case Lost(loss, tickets):
-                        yield from ledger.lose(tickets, loss)
+                        outcomes += ledger.lose(tickets, loss)
+            yield None if stuck else outcomes
 
     def _hand_out(self, ledger: Ledger, crew: Crew) -> None:
         """Gives requests to the workers that hold the least, one at a time, until they have enough."""

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,20 +106,20 @@ def sample(config: Path, out: Path, overrides: tuple[str, ...], address: str | N
         summary = sample_run(run_config, out, address=address, progress=progress)
     if not quiet:
         summary.render(Console(file=sys.stdout))
-    if summary.canary and summary.canary.faults:
-        click.echo("rollout: the records are on disk, but a part of them did not verify:", err=True)
-        click.echo("\n".join(f"  {fault}" for fault in summary.canary.faults), err=True)
-        sys.exit(FAILED)
-    if summary.failed:
-        click.echo(f"rollout: {summary.failed} sample(s) failed, as told under `failure` in their records:", err=True)
-        for failure in summary.failures:
-            click.echo(f"  {failure}", err=True)
+    faults = summary.canary.faults if summary.canary else ()
+    _tell("the records are on disk, but a part of them did not verify", faults)
+    _tell(f"{summary.failed} sample(s) failed, as told under `failure` in their records", summary.failures)
+    _tell(f"{summary.reward_errors} sample(s) not scored, as told under `reward_error`", summary.reward_failures)
+    if faults or summary.failed or summary.reward_errors:
         sys.exit(FAILED)
 
 
 @main.command()
 @job_options("train.steps=20")
-def train(config: Path, out: Path, overrides: tuple[str, ...], address: str | None, quiet: bool) -> None:
+@click.option("--accept-changes", is_flag=True, help="Continue with a changed config; what changed is recorded.")
+def train(
+    config: Path, out: Path, overrides: tuple[str, ...], address: str | None, quiet: bool, accept_changes: bool
+) -> None:
     """Trains the model of CONFIG in the folder given by --out, or continues what was begun there."""
     with stopping_at_once():
         from rich.console import Console
@@ -131,7 +131,7 @@ def train(config: Path, out: Path, overrides: tuple[str, ...], address: str | No
         from rollout.learning.loop import train_run
 
     with stopping_in_order() as check, ProgressReporter(quiet=quiet, check=check) as progress:
-        summary = train_run(train_config, out, address=address, progress=progress)
+        summary = train_run(train_config, out, address=address, progress=progress, accept_changes=accept_changes)
     if not quiet:
         summary.render(Console(file=sys.stdout))
 
@@ -236,11 +236,8 @@ def score(
         summary = score_source(source, config, out, address=address, progress=progress)
     if not quiet:
         summary.render(Console(file=sys.stdout))
-    if summary.failed:
-        click.echo(f"rollout: {summary.failed} sequence(s) could not be scored, as told under `failure`:", err=True)
-        for scorer in summary.scorers:
-            for failure in scorer.failures:
-                click.echo(f"  {scorer.name}: {failure}", err=True)
+    failures = [f"{scorer.name}: {failure}" for scorer in summary.scorers for failure in scorer.failures]
+    if _tell(f"{summary.failed} sequence(s) could not be scored, as told under `failure`", failures):
         sys.exit(FAILED)
 
 
@@ -258,9 +255,7 @@ def report(folder: Path, out: Path | None) -> None:
 
         written = write_report(folder, out)
     click.echo(f"{written.page}, {len(written.figures)} figures beside it")
-    if written.faults:
-        click.echo("rollout: passed over, since it cannot be read:", err=True)
-        click.echo("\n".join(f"  {fault}" for fault in written.faults), err=True)
+    if _tell("passed over, since it cannot be read", written.faults):
         sys.exit(FAILED)
 
 
@@ -386,6 +381,13 @@ def bench_selftest(
     _show(found, json_file)
     if found.faults:
         sys.exit(FAILED)
+
+
+def _tell(what: str, lines: Sequence[str]) -> bool:
+    """Says on standard error what went wrong, and returns whether anything did."""
+    if lines:
+        click.echo("\n".join([f"rollout: {what}:", *(f"  {line}" for line in lines)]), err=True)
+    return bool(lines)
 
 
 def _show(figures: Any, json_file: Path | None) -> None:

@@ -11,9 +11,10 @@ import hashlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
 
 from rollout.json_values import canonical_json, shown
+from rollout.rewards import NO_REWARD, REWARD_TIMEOUT_S, require_reward_name
 from rollout.sources import Source
 from sampling.errors import ConfigError
 from sampling.params import SamplingParams
@@ -128,6 +129,9 @@ GeometryField = Annotated[Geometry, PlainValidator(_read_geometry), PlainSeriali
 SamplingField = Annotated[SamplingParams, PlainValidator(_read_sampling), PlainSerializer(SamplingParams.to_dict)]
 
 
+RewardField = Annotated[str, AfterValidator(require_reward_name)]
+
+
 class RunConfig(Section):
     """A run of the service.
 
@@ -136,7 +140,9 @@ class RunConfig(Section):
         prompts: where the prompts come from.
         geometry: the fixed shapes of each worker's engine.
         sampling: how to sample; a prompt may replace single parameters.
-        reward: name of the scorer, or "none".
+        reward: name of the scorer, `package.module:name` of one's own, or "none".
+        reward_timeout_s: seconds that the score of one completion may take before it is given up.
+        reward_workers: processes that score.
         workers: where it runs.
         seed: the run's seed; with prompt id and sample index it determines every draw.
         output: how the files are cut.
@@ -147,7 +153,9 @@ class RunConfig(Section):
     prompts: Source
     geometry: GeometryField = Geometry()
     sampling: SamplingField = SamplingParams()
-    reward: Literal["none", "reasoning_gym", "exact_match"] = "none"
+    reward: RewardField = NO_REWARD
+    reward_timeout_s: float = Field(default=REWARD_TIMEOUT_S, gt=0)
+    reward_workers: int = Field(default=1, ge=1)
     workers: WorkersConfig = WorkersConfig()
     seed: int = Field(default=0, ge=0, lt=2**64)
     output: OutputConfig = OutputConfig()

@@ -14,7 +14,8 @@ from rollout.groups import GroupSampler
 from rollout.learning.train_config import TrainConfig
 from rollout.progress import Progress, ProgressReporter
 from rollout.prompts import Prompt
-from rollout.rewards import reward_from_config
+from rollout.reward_pool import reward_pool
+from rollout.rewards import Reward, require_scorable, reward_from_config
 from rollout.scoring.config import ScoreConfig
 from rollout.sources import digest_prompts, read_prompts
 from rollout.store import RunFolder
@@ -54,10 +55,11 @@ def sample_run(
             return RunSummary.from_folder(folder.path, already_finished=True)
         reward = reward_from_config(config.reward)
         checkpoint = inspect_checkpoint(config.model.checkpoint)
-        census = _count(read_prompts(config.prompts), config.sampling, checkpoint.tokenizer_len)
+        census = _count(read_prompts(config.prompts), config.sampling, checkpoint.tokenizer_len, reward)
         tokenizer = Tokenizer(load_tokenizer(checkpoint))
         progress.message(f"starting {config.workers.count} worker(s) with {checkpoint.name}")
-        with worker_pool(config, address) as pool:
+        rewarding = reward_pool(reward, config.reward_timeout_s, config.reward_workers)
+        with rewarding as rewards, worker_pool(config, address) as pool:
             loaded = time.monotonic()
             progress.message(f"ready after {loaded - began:.1f} s")
             progress.message(f"a worker holds {pool.description.memory}")
@@ -75,7 +77,7 @@ def sample_run(
                 tokenizer,
                 config.sampling,
                 seed=config.seed,
-                reward=reward,
+                rewards=rewards,
                 run_id=folder.manifest.run_id,
                 canary=canary,
             )
@@ -118,13 +120,14 @@ class _Census:
     rows: int
 
 
-def _count(prompts: Iterable[Prompt], params: SamplingParams, known_tokens: int) -> _Census:
+def _count(prompts: Iterable[Prompt], params: SamplingParams, known_tokens: int, reward: Reward | None) -> _Census:
     """Reads the whole source once, so that a bad line costs seconds before the run and not hours into it."""
     params.require_tokens(known_tokens, "sampling")
     count = rows = 0
     for prompt in prompts:
         own = prompt.params(params)
         own.require_tokens(known_tokens, f"{prompt.place}: sampling")
+        require_scorable(reward, prompt)
         count, rows = count + 1, rows + own.n
     return _Census(count, rows)
 

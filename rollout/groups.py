@@ -6,8 +6,10 @@ where the prompts come from and where the groups go.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +20,11 @@ from rollout.branches import Branch
 from rollout.canary import Canary
 from rollout.json_values import shown
 from rollout.prompts import Prompt
-from rollout.rewards import Reward, judge
+from rollout.reward_pool import RewardPool
+from rollout.rewards import Score
 from rollout.tokenizer import Tokenizer
 from rollout.trajectory import Trajectory
-from sampling.errors import ConfigError, PromptError
+from sampling.errors import ConfigError, PromptError, RunError
 from sampling.fingerprint import fingerprint_digest
 from sampling.keys import row_key
 from sampling.params import SamplingParams
@@ -29,6 +32,9 @@ from sampling.types import Completion, Request, StopReason
 
 WINDOW_ROUNDS = 8
 """Samples dispatched ahead of the oldest unfinished prompt, as a multiple of all slots: what reordering may hold."""
+
+WAIT_S = 0.2
+"""Longest wait for a score before the caller is asked whether the run is to end."""
 
 TrajectoryGroup = tuple[Trajectory, ...]
 """All samples of one prompt, by sample index."""
@@ -42,7 +48,7 @@ class GroupSampler:
         tokenizer: of the pool's checkpoint.
         params: how to sample; a prompt may replace single parameters.
         seed: the run's seed; with prompt id and sample index it determines every draw.
-        reward: scores each completion; None scores nothing.
+        rewards: score the completions, while others are drawn; None scores nothing.
         run_id: goes into every record.
         canary: asks for a share of the groups once more, and compares; None compares nothing.
     Raises:
@@ -56,7 +62,7 @@ class GroupSampler:
         params: SamplingParams,
         *,
         seed: int = 0,
-        reward: Reward | None = None,
+        rewards: RewardPool | None = None,
         run_id: str = "",
         canary: Canary | None = None,
     ) -> None:
@@ -68,7 +74,7 @@ class GroupSampler:
         self._tokenizer = tokenizer
         self._params = params
         self._seed = seed
-        self._reward = reward
+        self._rewards = rewards
         self._canary = canary
         self._window_rows = WINDOW_ROUNDS * pool.slots
         self._run_id = run_id
@@ -85,32 +91,70 @@ class GroupSampler:
             on_wait: see `WorkerPool.run`.
         """
         window = _Window()
-        for outcome in self._pool.run(self._requests(prompts, window), on_wait):
-            if self._canary and self._canary.settle(outcome):
-                continue
-            prompt = window.prompt(outcome.request)
-            records = self._records(prompt, outcome)
-            if self._canary:
-                self._canary.watch(outcome.request, records)
-            window.close(prompt, records)
-            yield from window.leaving()
+        for groups in self._rounds(self._requests(prompts, window), window.prompt, on_wait):
+            for request, records in groups or ():
+                window.close(window.prompt(request), records)
+            leaving = list(window.leaving())
+            if groups is None and not leaving:
+                raise RunError("the source of prompts holds back although no group is to come")
+            yield from leaving
         yield from window.leaving()
 
     def branch(self, branches: Iterable[Branch]) -> Iterator[TrajectoryGroup]:
         """The groups that continue recorded trajectories, in the order of the branches."""
         line: deque[tuple[Request, Prompt]] = deque()
-        groups: dict[int, TrajectoryGroup] = {}
+        done: dict[int, TrajectoryGroup] = {}
 
-        def requests() -> Iterator[Request]:
+        def requests() -> Iterator[Request | None]:
             for branch in branches:
+                while len(line) >= self._window_rows:
+                    yield None
                 line.append((branch.request(), branch.prompt))
                 yield line[-1][0]
 
-        for outcome in self._pool.run(requests()):
-            prompt = next(prompt for request, prompt in line if request is outcome.request)
-            groups[id(outcome.request)] = self._records(prompt, outcome)
-            while line and id(line[0][0]) in groups:
-                yield groups.pop(id(line.popleft()[0]))
+        def prompt_of(request: Request) -> Prompt:
+            return next(prompt for candidate, prompt in line if candidate is request)
+
+        for groups in self._rounds(requests(), prompt_of):
+            done |= {id(request): records for request, records in groups or ()}
+            while line and id(line[0][0]) in done:
+                yield done.pop(id(line.popleft()[0]))
+
+    def _rounds(
+        self,
+        requests: Iterable[Request | None],
+        prompt_of: Callable[[Request], Prompt],
+        on_wait: Callable[[], None] | None = None,
+    ) -> Iterator[list[tuple[Request, TrajectoryGroup]] | None]:
+        """Requests with their records, as these are drawn and scored; see `WorkerPool.rounds`."""
+        scoring: list[_Scoring] = []
+        try:
+            for outcomes in self._pool.rounds(requests, on_wait):
+                scoring += [
+                    self._recorded(prompt_of(outcome.request), outcome)
+                    for outcome in outcomes or ()
+                    if not (self._canary and self._canary.settle(outcome))
+                ]
+                stuck = outcomes is None
+                yield None if stuck and not scoring else _scored(scoring, WAIT_S if stuck else 0)
+            while scoring:
+                if on_wait:
+                    on_wait()
+                yield _scored(scoring, WAIT_S)
+        finally:
+            for group in scoring:  # nobody waits for them any more
+                if group.scores:
+                    group.scores.cancel()
+
+    def _recorded(self, prompt: Prompt, outcome: Outcome) -> _Scoring:
+        """An outcome as records, given to the canary and to the scorers."""
+        records = self._records(prompt, outcome)
+        if self._canary:
+            self._canary.watch(outcome.request, records)
+        scores = None
+        if self._rewards and isinstance(outcome, GroupResult):
+            scores = self._rewards.score(prompt, [record.text for record in records])
+        return _Scoring(outcome.request, records, scores)
 
     def _requests(self, prompts: Iterable[Prompt | None], window: _Window) -> Iterator[Request | None]:
         for prompt in prompts:
@@ -166,7 +210,6 @@ class GroupSampler:
             completion,
             text=text,
             worker=worker,
-            score=judge(self._reward, prompt, text) if self._reward else None,
             metadata=dict(prompt.metadata),
             **origin,
         )
@@ -186,6 +229,33 @@ class GroupSampler:
         nothing = np.zeros(0, np.int32)
         keyed = [(index, row_key(seed, prompt.id, index)) for index in prompt.sample_indices(params)]
         return tuple(Trajectory.from_failure(failure, prompt.id, index, nothing, key, **made) for index, key in keyed)
+
+
+@dataclass(frozen=True, eq=False)
+class _Scoring:
+    """A group that was drawn, and its scores under way; None if there will be none."""
+
+    request: Request
+    records: TrajectoryGroup
+    scores: Future[tuple[Score, ...]] | None
+
+    def finished(self) -> TrajectoryGroup:
+        """The group with its scores."""
+        if self.scores is None:
+            return self.records
+        return tuple(
+            dataclasses.replace(record, reward=score.value, reward_error=score.error)
+            for record, score in zip(self.records, self.scores.result(), strict=True)
+        )
+
+
+def _scored(scoring: list[_Scoring], timeout_s: float) -> list[tuple[Request, TrajectoryGroup]]:
+    """Takes out the groups whose scores are there; waits so long for the first of them."""
+    if timeout_s and all(group.scores for group in scoring):
+        wait([group.scores for group in scoring if group.scores], timeout_s, FIRST_COMPLETED)
+    done = [group for group in scoring if group.scores is None or group.scores.done()]
+    scoring[:] = [group for group in scoring if group not in done]
+    return [(group.request, group.finished()) for group in done]
 
 
 @dataclass

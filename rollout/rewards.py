@@ -1,20 +1,30 @@
-"""Rewards: a scorer maps (prompt, completion text) to a number, and a scorer that fails is data, never a crash."""
+"""Rewards: a scorer maps (prompt, completion text) to a number, and a scorer that fails is data, never a crash.
+
+Here is what scorers are and how a config names one; they run in processes of their own (rollout/reward_pool.py).
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
+from rollout.json_values import shown
 from rollout.prompts import Prompt
-from rollout.tasks import Task
+from rollout.tasks import Task, load_tasks
 from sampling.errors import ConfigError, PromptError
 
 
 class Reward(Protocol):
-    """Scores one completion. May raise: `judge` turns that into a recorded failure."""
+    """Scores one completion, in a process of its own. Whatever else it does becomes a recorded failure: it may raise,
+    hang, or take its process with it.
+    """
 
     def __call__(self, prompt: Prompt, text: str) -> float:
         """The reward, a finite number.
@@ -52,13 +62,27 @@ class ReasoningGymReward:
     The prompt must come from the reasoning_gym source, whose metadata names the task.
     """
 
+    def __init__(self) -> None:
+        load_tasks()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()  # made anew where it is unpickled, so that no score waits for the tasks to be loaded
+
     def __call__(self, prompt: Prompt, text: str) -> float:
         """The task's score, in [0, 1] for most tasks; an exact answer gives 1.
 
         Raises:
-            PromptError: the prompt carries no reasoning_gym task.
+            PromptError: as `expected`.
         """
-        return Task.from_metadata(prompt.metadata).score(extract_answer(text))
+        return self.expected(prompt).score(extract_answer(text))
+
+    def expected(self, prompt: Prompt) -> Task:
+        """What the prompt's metadata says.
+
+        Raises:
+            PromptError: it names no task.
+        """
+        return Task.from_metadata(prompt.metadata)
 
 
 ANSWER_KEY = "answer"
@@ -72,12 +96,20 @@ class ExactMatchReward:
         """0 or 1.
 
         Raises:
-            PromptError: the prompt's metadata has no answer.
+            PromptError: as `expected`.
+        """
+        return float(text.strip() == self.expected(prompt).strip())
+
+    def expected(self, prompt: Prompt) -> str:
+        """What the prompt's metadata says.
+
+        Raises:
+            PromptError: it has no answer.
         """
         answer = prompt.metadata.get(ANSWER_KEY)
         if not isinstance(answer, str):
-            raise PromptError(f"{prompt.place}: metadata.{ANSWER_KEY}: expected text, got {answer!r}")
-        return float(text.strip() == answer.strip())
+            raise PromptError(f"metadata.{ANSWER_KEY}: expected text, got {answer!r}")
+        return answer
 
 
 _MINUS_SIGN = "\N{MINUS SIGN}"
@@ -115,20 +147,91 @@ def extract_answer(text: str) -> str | None:
     return lines[-1] if lines else None
 
 
-_REWARDS: dict[str, Callable[[], Reward] | None] = {
-    "none": None,
-    "reasoning_gym": ReasoningGymReward,
-    "exact_match": ExactMatchReward,
-}
+NO_REWARD = "none"
+
+REWARD_TIMEOUT_S = 10.0
+"""Seconds that one score may take, unless a config says otherwise."""
+
+_BUILT_IN: dict[str, Callable[[], Reward]] = {"reasoning_gym": ReasoningGymReward, "exact_match": ExactMatchReward}
+_REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def require_reward_name(name: str) -> str:
+    """A config's `reward`, its form checked; nothing is loaded.
+
+    Raises:
+        ConfigError: it is neither a name of ours nor a reference.
+    """
+    if name == NO_REWARD or name in _BUILT_IN or _REFERENCE.fullmatch(name):
+        return name
+    known = ", ".join((NO_REWARD, *_BUILT_IN))
+    raise ConfigError(f"reward: expected one of {known}, or package.module:name of your own, got {shown(name)}")
 
 
 def reward_from_config(name: str) -> Reward | None:
     """The scorer of a config's `reward`; None for "none".
 
+    A reference's module is looked for where Python looks, and then in the current folder.
+
     Raises:
-        ConfigError: no scorer has this name.
+        ConfigError: no scorer has this name, or what is there cannot score.
     """
-    if name not in _REWARDS:
-        raise ConfigError(f"reward: expected one of {', '.join(_REWARDS)}, got {name!r}")
-    build = _REWARDS[name]
-    return build and build()
+    if require_reward_name(name) == NO_REWARD:
+        return None
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]()
+    reward = _referenced(name)
+    require_reward(reward, f"reward: {name}")
+    return reward
+
+
+def _referenced(name: str) -> Any:
+    module_name, _, path = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # last, so that a file there hides no package
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # foreign code, which raises what it likes
+        raise ConfigError(
+            f"reward: {name}: module {module_name} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"reward: {name}: {module_name} has no {path}; check the name after the colon")
+        found = getattr(found, part)
+    return found
+
+
+def require_reward(reward: Any, place: str = "reward") -> None:
+    """Checks that an object can be called as a scorer is, without calling it.
+
+    Args:
+        place: begins the message.
+    Raises:
+        ConfigError: it cannot.
+    """
+    expected = f"{place}: expected a function of (prompt, text)"
+    if inspect.isclass(reward):
+        raise ConfigError(f"{expected}, got the class {reward.__name__}; name an object of it")
+    if not callable(reward):
+        raise ConfigError(f"{expected}, got {shown(reward)}")
+    if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
+        raise ConfigError(f"{expected}, got one that is async; run its loop within a plain function")
+    try:
+        signature = inspect.signature(reward)
+    except ValueError:  # some compiled functions do not tell
+        return
+    try:
+        signature.bind(None, "")
+    except TypeError as error:
+        raise ConfigError(f"{expected}, got one of {signature}: {error}") from error
+
+
+def require_scorable(reward: Reward | None, prompt: Prompt) -> None:
+    """Raises PromptError for a prompt without what a scorer of ours needs to know of it."""
+    if not isinstance(reward, ReasoningGymReward | ExactMatchReward):
+        return
+    try:
+        reward.expected(prompt)
+    except PromptError as error:
+        raise PromptError(f"{prompt.place}: {error}") from error

@@ -12,7 +12,8 @@ from rollout.branches import Branch
 from rollout.groups import GroupSampler, TrajectoryGroup
 from rollout.json_values import shown
 from rollout.prompts import Prompt
-from rollout.rewards import Reward
+from rollout.reward_pool import RewardPool
+from rollout.rewards import REWARD_TIMEOUT_S, Reward
 from rollout.tokenizer import Tokenizer
 from sampling.checkpoints import inspect_checkpoint, load_tokenizer
 from sampling.errors import ConfigError, PromptError, RunError
@@ -33,7 +34,10 @@ class Rollouts:
         workers: how many, or a Placement that also says where.
         geometry: fixed shapes of each worker's engine. Results keep their bits within one geometry.
         dtype: "float32" or "bfloat16", of the model's matrix products.
-        reward: scores each completion; None scores nothing.
+        reward: scores each completion, in a process of its own; None scores nothing. Any function of (prompt, text)
+            that can be pickled, those of a script or notebook included.
+        reward_timeout_s: seconds that one score may take before it is given up, and recorded as failed.
+        reward_workers: processes that score.
         deadlines: when a worker counts as lost.
         retry: what to do then.
         address: of a running Ray cluster; None starts Ray on this machine.
@@ -47,17 +51,17 @@ class Rollouts:
         geometry: Geometry | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
         reward: Reward | None = None,
+        reward_timeout_s: float = REWARD_TIMEOUT_S,
+        reward_workers: int = 1,
         deadlines: Deadlines | None = None,
         retry: RetryPolicy | None = None,
         address: str | None = None,
     ) -> None:
-        if reward is not None and not callable(reward):
-            raise ConfigError(f"reward: expected a function of (prompt, text) or None, got {shown(reward)}")
         self._checkpoint = checkpoint
         placement = workers if isinstance(workers, Placement) else Placement(num_workers=workers)
         spec = WorkerSpec(str(checkpoint), geometry or Geometry(), dtype)
         self._workers = WorkerPool(spec, placement, deadlines, retry, address=address)
-        self._reward = reward
+        self._rewards = None if reward is None else RewardPool(reward, reward_timeout_s, reward_workers)
         self._run_id = uuid.uuid4().hex[:12]
         self._closing = ExitStack()
         self._tokenizer: Tokenizer | None = None
@@ -70,7 +74,11 @@ class Rollouts:
             WorkerError: no worker could be started.
         """
         tokenizer = Tokenizer(load_tokenizer(inspect_checkpoint(self._checkpoint)))
-        self._closing.enter_context(self._workers)
+        with ExitStack() as closing:
+            if self._rewards:
+                closing.enter_context(self._rewards)
+            closing.enter_context(self._workers)
+            self._closing = closing.pop_all()
         self._tokenizer = tokenizer
         return self
 
@@ -147,7 +155,7 @@ class Rollouts:
             self._tokenizer,
             SamplingParams() if params is None else params,
             seed=seed,
-            reward=self._reward,
+            rewards=self._rewards,
             run_id=self._run_id,
         )
 

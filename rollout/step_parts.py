@@ -34,17 +34,17 @@ def matrix_products(checkpoint: Checkpoint, rows: int, dtype: str = "float32") -
     """
     params, kind = checkpoint.params, DTYPES[dtype]
     kernels = [
-        np.asarray(leaf).reshape(leaf.shape[0], -1)
+        np.asarray(leaf).reshape(-1, leaf.shape[-1])
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
         if "kernel" in jax.tree_util.keystr(path)
     ]
-    head = np.asarray(params.get("head", params["embedding"])).T.copy()
+    head = np.asarray(params.get("head", params["embedding"]))
     weights = jax.device_put([kernel.astype(kind, copy=False) for kernel in [*kernels, head]])
-    inputs = [jnp.ones((rows, kernel.shape[0]), kind) for kernel in weights]
+    inputs = [jnp.ones((kernel.shape[1], rows), kind) for kernel in weights]
 
     def products(weights: list[jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
-        *layers, scores = zip(inputs, weights, strict=True)
-        return [*(x @ kernel for x, kernel in layers), jnp.matmul(*scores, preferred_element_type=jnp.float32)]
+        *layers, scores = zip(weights, inputs, strict=True)
+        return [*(kernel @ x for kernel, x in layers), jnp.matmul(*scores, preferred_element_type=jnp.float32)]
 
     with jax.default_matmul_precision(Transformer(checkpoint.info.config, kind).matmul_precision):
         compiled = jax.jit(products).lower(weights, inputs).compile()

@@ -60,6 +60,7 @@ class RunSummary:
         files: what was written.
         examples: a few completions.
         failures: of the first prompts with failed samples, which sample failed first and why.
+        reward_failures: the same of samples whose scorer failed.
         already_finished: nothing was left to do.
         canary: what was verified while this start sampled; None if nothing was to be.
     """
@@ -79,6 +80,7 @@ class RunSummary:
     files: tuple[Path, ...]
     examples: tuple[Example, ...] = field(default=())
     failures: tuple[str, ...] = ()
+    reward_failures: tuple[str, ...] = ()
     already_finished: bool = False
     canary: CanaryReport | None = None
 
@@ -104,6 +106,7 @@ class RunSummary:
         ends: Counter[StopReason] = Counter()
         examples: list[Example] = []
         failures: dict[str, str] = {}
+        reward_failures: dict[str, str] = {}
         behaviour = model = 0.0
         reward_errors = 0
         for row in read_trajectories(path):
@@ -113,9 +116,11 @@ class RunSummary:
             reward_errors += row.reward_error is not None
             if row.reward is not None:
                 rewards.append(row.reward)
+            place = f"prompt {shown(row.prompt_id)}, sample {row.sample_index}"
             if row.failed and len(failures) < num_examples:
-                words = f"prompt {shown(row.prompt_id)}, sample {row.sample_index}: {row.failure}"
-                failures.setdefault(row.prompt_id, words)
+                failures.setdefault(row.prompt_id, f"{place}: {row.failure}")
+            if row.reward_error is not None and len(reward_failures) < num_examples:
+                reward_failures.setdefault(row.prompt_id, f"{place}: {row.reward_error}")
             if len(examples) < num_examples and row.prompt_id not in {e.prompt_id for e in examples}:
                 question = row.metadata.get(TASK_KEY, {}).get("question", "")
                 examples.append(Example(row.prompt_id, question, row.text, row.reward))
@@ -137,6 +142,7 @@ class RunSummary:
             files=(*shards, path / MANIFEST_NAME, path / CONFIG_NAME),
             examples=tuple(examples),
             failures=tuple(failures.values()),
+            reward_failures=tuple(reward_failures.values()),
             already_finished=already_finished,
             canary=canary,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import importlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -101,15 +102,26 @@ def read_tasks(dataset: str, size: int, seed: int, config: Mapping[str, Any]) ->
         )
 
 
-@functools.lru_cache(maxsize=32)
-def _dataset(name: str, config: str, seed: int, size: int) -> Any:
+def load_tasks() -> None:
+    """Imports reasoning-gym, which takes a second.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
+        importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise ConfigError(
             "reasoning_gym: the package is not installed; try pip install 'rollout-sampling[tasks]'"
         ) from error
+
+
+@functools.lru_cache(maxsize=32)
+def _dataset(name: str, config: str, seed: int, size: int) -> Any:
+    load_tasks()
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(sorted(DATASETS))}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,15 +94,15 @@ def explain(
     scores = without_padded_ids(logits, info.tokenizer_len)
     padded = info.tokenizer_len < vocab_size
     stages = [lens.stage(PADDED_IDS, None, info.tokenizer_len, logits, scores)] if padded else []
-    values, on = params.to_dict(), [name for name in STAGES[params.order] if not _is_off(policy.transforms[name])]
+    values, off = params.to_dict(), jax.device_get(_are_off(policy.transforms))
+    on = [name for name in STAGES[params.order] if not off[name]]
     for name in on:
         earlier, scores = scores, _apply(policy.transforms[name], before, scores)
         parameter = _parameter(name, params)
         stages.append(lens.stage(name, parameter, values[parameter], earlier, scores))
 
-    model, final = Distribution.of(logits), Distribution.of(scores)
-    uniform = uniforms(before.keys, before.step)
     tokens = jnp.asarray(completion[place : place + 1])
+    again = _draw(logits, scores, before, tokens)
     reason, rules = _stopping(params, policy, before, tokens, vocabulary, cache_len)
     return Explanation(
         place=place,
@@ -115,16 +115,16 @@ def explain(
         num_off=len(policy.transforms) - len(on),
         without_effect=_without_effect(params, on),
         support=int(np.isfinite(scores).sum()),
-        entropy=float(final.entropy()[0]),
-        log_kept_mass=float(log_kept_mass(scores, model)[0]),
+        entropy=float(again.entropy[0]),
+        log_kept_mass=float(again.log_kept_mass[0]),
         candidates=lens.shares(scores, _best(scores, top)),
         key=(int(before.keys[0, 0]), int(before.keys[0, 1])),
-        uniform=float(uniform[0]),
-        uniform_multiple=int(uniform[0] * 2**UNIFORM_BITS),
+        uniform=float(again.uniform[0]),
+        uniform_multiple=int(float(again.uniform[0]) * 2**UNIFORM_BITS),
         token=lens.shares(scores, completion[place : place + 1])[0],
-        drawn=lens.shares(scores, draw(final, uniform))[0] if final.masses.defined[0] else None,
-        behaviour_logprob=float(final.logprobs(tokens)[0]),
-        model_logprob=float(model.logprobs(tokens)[0]),
+        drawn=lens.shares(scores, again.tokens)[0] if again.defined[0] else None,
+        behaviour_logprob=float(again.behaviour_logprobs[0]),
+        model_logprob=float(again.model_logprobs[0]),
         rules=rules,
         stop_reason=reason,
     )
@@ -158,7 +158,7 @@ class _Lens:
         own = row[self.token]
         # Ties go to the lowest id, as in the greedy choice.
         ahead = np.sum(row > own) + np.sum(row[: self.token] == own)
-        *best, token = self._candidates(scores, [*_best(scores, self.top), self.token])
+        *best, token = self._candidates(scores, _probabilities(scores), [*_best(scores, self.top), self.token])
         return StageView(
             name=name,
             parameter=parameter,
@@ -173,15 +173,16 @@ class _Lens:
 
     def shares(self, scores: jax.Array, ids: Any) -> tuple[Share, ...]:
         """Tokens of the final distribution."""
-        high = np.cumsum(_probabilities(scores))
+        probabilities = _probabilities(scores)
+        high = np.cumsum(probabilities)
         low = np.concatenate([[0.0], high[:-1]])
         return tuple(
-            Share(**vars(candidate), low=float(low[token] / high[-1]), high=float(high[token] / high[-1]))
-            for token, candidate in zip(np.asarray(ids).tolist(), self._candidates(scores, ids), strict=True)
+            Share(**vars(one), low=float(low[one.token] / high[-1]), high=float(high[one.token] / high[-1]))
+            for one in self._candidates(scores, probabilities, ids)
         )
 
-    def _candidates(self, scores: jax.Array, ids: Any) -> list[Candidate]:
-        row, probabilities = np.asarray(scores)[0], _probabilities(scores)
+    def _candidates(self, scores: jax.Array, probabilities: np.ndarray, ids: Any) -> list[Candidate]:
+        row = np.asarray(scores)[0]
         return [
             Candidate(token, _text(self.vocabulary, [token]), float(row[token]), float(probabilities[token]))
             for token in np.asarray(ids).tolist()
@@ -193,13 +194,53 @@ def _apply(transform: Transform, state: StepState, scores: jax.Array) -> jax.Arr
     return apply(transform, state, scores)
 
 
+class _Drawn(NamedTuple):
+    """One draw from final scores, each [rows]: see Distribution, `uniforms` and `log_kept_mass`."""
+
+    uniform: jax.Array
+    tokens: jax.Array
+    defined: jax.Array
+    entropy: jax.Array
+    log_kept_mass: jax.Array
+    behaviour_logprobs: jax.Array
+    model_logprobs: jax.Array
+
+
+@jax.jit
+def _draw(logits: jax.Array, scores: jax.Array, state: StepState, tokens: jax.Array) -> _Drawn:
+    """Draws from `scores`; the log-probs are those of `tokens`."""
+    model, final = Distribution.of(logits), Distribution.of(scores)
+    uniform = uniforms(state.keys, state.step)
+    return _Drawn(
+        uniform=uniform,
+        tokens=draw(final, uniform),
+        defined=final.masses.defined,
+        entropy=final.entropy(),
+        log_kept_mass=log_kept_mass(scores, model),
+        behaviour_logprobs=final.logprobs(tokens),
+        model_logprobs=model.logprobs(tokens),
+    )
+
+
+@jax.jit
+def _commit(policy: Policy, state: StepState, tokens: jax.Array) -> StepState:
+    return policy.commit(state, tokens)
+
+
 @jax.jit
 def _stop_codes(policy: Policy, before: StepState, after: StepState, tokens: jax.Array) -> jax.Array:
     return policy.stop_codes(before, after, tokens)
 
 
-def _is_off(transform: Transform) -> bool:
-    return bool(np.all(transform.is_neutral()))
+@jax.jit
+def _are_off(transforms: dict[str, Transform]) -> dict[str, jax.Array]:
+    return {name: jnp.all(transform.is_neutral()) for name, transform in transforms.items()}
+
+
+@jax.jit
+def _softmax(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    final = Distribution.of(scores)
+    return final.probabilities(), final.masses.defined
 
 
 def _parameter(stage: str, params: SamplingParams) -> str:
@@ -228,9 +269,8 @@ def _best(scores: jax.Array, top: int) -> np.ndarray:
 
 def _probabilities(scores: jax.Array) -> np.ndarray:
     """float64 [vocab]; NaN where the scores are no distribution."""
-    distribution = Distribution.of(scores)
-    probabilities = np.asarray(distribution.probabilities()[0], np.float64)
-    return probabilities if distribution.masses.defined[0] else np.full_like(probabilities, np.nan)
+    probabilities, defined = jax.device_get(_softmax(scores))
+    return np.where(defined[0], probabilities[0].astype(np.float64), np.nan)
 
 
 def _text(vocabulary: Vocabulary | None, tokens: Sequence[int] | np.ndarray) -> str:
@@ -246,7 +286,7 @@ def _stopping(
     cache_len: int,
 ) -> tuple[StopReason | None, tuple[RuleView, ...]]:
     """Why the row ends with a token, and what each rule that is set says of it."""
-    after = policy.commit(before, tokens)
+    after = _commit(policy, before, tokens)
     code = int(_stop_codes(policy, before, after, tokens)[0])
     total = int(before.total()[0])
     full = total + 1 >= cache_len

@@ -15,7 +15,7 @@ import jax
 
 from sampling.types import Geometry
 
-NUMERICS_VERSION = 6
+NUMERICS_VERSION = 7
 """Rises with every change of the compiled programs that can change a bit."""
 
 

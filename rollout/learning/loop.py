@@ -19,17 +19,19 @@ import numpy as np
 from actors import WorkerPool
 from rollout.driver import worker_pool
 from rollout.groups import GroupSampler, TrajectoryGroup
+from rollout.json_values import shown
 from rollout.learning.batch_line import Batch, BatchLine, endless
 from rollout.learning.batches import TrainBatch, require_learnable
 from rollout.learning.checkpointing import Checkpoints
-from rollout.learning.folder import TrainFolder
+from rollout.learning.folder import TrainFolder, in_words
 from rollout.learning.learner import Learner
 from rollout.learning.run_metrics import Clock, TrainSummary, evaluation_figures, step_line
 from rollout.learning.step_metrics import StepMetrics
 from rollout.learning.train_config import TrainConfig
 from rollout.progress import ProgressReporter
 from rollout.prompts import Prompt
-from rollout.rewards import reward_from_config
+from rollout.reward_pool import RewardPool, reward_pool
+from rollout.rewards import Reward, require_scorable, reward_from_config
 from rollout.sources import read_prompts
 from rollout.tokenizer import Tokenizer
 from rollout.trajectory import Trajectory
@@ -49,6 +51,7 @@ def train_run(
     *,
     address: str | None = None,
     progress: ProgressReporter | None = None,
+    accept_changes: bool = False,
 ) -> TrainSummary:
     """Trains in a folder, or continues from the newest checkpoint there.
 
@@ -58,15 +61,17 @@ def train_run(
         out_dir: a new folder, or that of the same run.
         address: of a running Ray cluster; None starts Ray on this machine.
         progress: where to show how far the run is.
+        accept_changes: continue with the config's values where they differ from the folder's, and record that.
     Raises:
         ConfigError, PromptError, CheckpointError: the input has to change.
         WorkerError: all workers were lost. A later start continues from the newest checkpoint.
     """
     progress = progress or ProgressReporter(quiet=True)
-    with TrainFolder.open(out_dir, config) as folder:
+    with TrainFolder.open(out_dir, config, accept_changes=accept_changes) as folder:
+        reward = reward_from_config(config.reward)
         checkpoint = load_checkpoint(config.model.checkpoint)
         tokenizer = Tokenizer(load_tokenizer(checkpoint.info))
-        _require_trainable(config, tokenizer)
+        _require_trainable(config, tokenizer, reward)
         learner = Learner(
             checkpoint,
             config.learner,
@@ -86,10 +91,16 @@ def train_run(
         unevaluated = None if told == learner.steps else notes.get("line")
         if learner.steps >= config.train.steps and unevaluated is None:
             return TrainSummary.from_folder(folder.path)
+        if changes := folder.adopt(learner.steps):
+            progress.message(f"from step {learner.steps} on: {in_words(changes)}")
         progress.message(f"starting {config.workers.count} worker(s) with {checkpoint.info.name}")
-        with worker_pool(config, address) as pool, ThreadPoolExecutor(1, "learner") as thread:
+        with (
+            reward_pool(reward, config.reward_timeout_s, config.reward_workers) as rewards,
+            worker_pool(config, address) as pool,
+            ThreadPoolExecutor(1, "learner") as thread,
+        ):
             progress.message(f"a worker holds {pool.description.memory}")
-            loop = _Loop(config, folder, pool, tokenizer, learner, checkpoints, thread, progress)
+            loop = _Loop(config, folder, pool, tokenizer, rewards, learner, checkpoints, thread, progress)
             loop.run(notes.get("cursor", 0), unevaluated)
         return TrainSummary.from_folder(folder.path)
 
@@ -109,6 +120,7 @@ class _Loop:
         folder: TrainFolder,
         pool: WorkerPool,
         tokenizer: Tokenizer,
+        rewards: RewardPool | None,
         learner: Learner,
         checkpoints: Checkpoints,
         thread: ThreadPoolExecutor,
@@ -116,9 +128,7 @@ class _Loop:
     ) -> None:
         self._config, self._folder, self._pool, self._progress = config, folder, pool, progress
         self._learner, self._checkpoints, self._thread = learner, checkpoints, thread
-        self._sampler = GroupSampler(
-            pool, tokenizer, config.sampling, seed=config.seed, reward=reward_from_config(config.reward)
-        )
+        self._sampler = GroupSampler(pool, tokenizer, config.sampling, seed=config.seed, rewards=rewards)
         self._learnt = learner.steps
         self._learning: _Learning | None = None
         self._pending: dict[str, Any] | None = None  # the line of a step whose evaluation is not in yet
@@ -136,6 +146,9 @@ class _Loop:
         prompts = endless(lambda: read_prompts(self._config.prompts), self._config.sampling.n, cursor)
         self._line = BatchLine(self._config.train, prompts, cursor, self._learnt)
         self._pending = unevaluated
+        if unevaluated is not None and not self._is_evaluated(self._learnt):  # not any more
+            self._folder.add_metrics(unevaluated)
+            self._pending = None
         if self._learner.version:
             self._pool.publish(self._learner.params(), self._learner.version)
         for group in self._sampler.sample(self._prompts(), on_wait=self._advance):
@@ -212,9 +225,17 @@ class _Loop:
             self._finish(learning)
         if self._learning is None and (batch := self._line.take()):
             self._folder.add_step(batch.step, batch.drawn)
+            self._tell_missing(batch)
             self._clock.whole(batch.step)
             rows = [row for group in batch.groups for row in group]
             self._learning = _Learning(batch, self._thread.submit(self._learn, rows))
+
+    def _tell_missing(self, batch: Batch) -> None:
+        """Says that samples were not scored, which their records say one by one."""
+        errors = [row.reward_error for row in batch.drawn if row.reward_error is not None]
+        if errors:
+            count = f"{len(errors)} of {len(batch.drawn)} samples not scored"
+            self._progress.message(f"step {batch.step}: {count}, the first: {shown(errors[0])}")
 
     def _learn(self, rows: list[Trajectory]) -> tuple[StepMetrics, dict[str, Any] | None, float]:
         """In the learner's thread: metrics, new weights if there are any, and seconds."""
@@ -229,7 +250,7 @@ class _Loop:
             self._pool.publish(params, self._learner.version)
         self._learnt += 1
         line = step_line(learning.batch, metrics, self._clock, learn_s)
-        self._progress.message(_in_words(line))
+        self._progress.message(_line_in_words(line))
         evaluated = self._is_evaluated(self._learnt)
         if evaluated:
             self._pending = line
@@ -241,7 +262,7 @@ class _Loop:
             self._checkpoints.save(self._learnt, self._learner.state, notes)
 
 
-def _require_trainable(config: TrainConfig, tokenizer: Tokenizer) -> None:
+def _require_trainable(config: TrainConfig, tokenizer: Tokenizer, reward: Reward | None) -> None:
     """Reads all prompts once, so that a bad one costs seconds before the run and not hours into it."""
     for prompt in read_prompts(config.prompts):
         params = prompt.params(config.sampling)
@@ -252,9 +273,11 @@ def _require_trainable(config: TrainConfig, tokenizer: Tokenizer) -> None:
                 " training have one size"
             )
         _require_room(prompt, tokenizer, config.geometry.cache_len)
+        require_scorable(reward, prompt)
     if config.evaluation:
         for prompt in read_prompts(config.evaluation.prompts):
             _require_room(prompt, tokenizer, config.geometry.cache_len)
+            require_scorable(reward, prompt)
 
 
 def _require_room(prompt: Prompt, tokenizer: Tokenizer, cache_len: int) -> None:
@@ -267,11 +290,11 @@ def _require_room(prompt: Prompt, tokenizer: Tokenizer, cache_len: int) -> None:
         )
 
 
-def _in_words(line: dict[str, Any]) -> str:
-    def shown(name: str, digits: int = 3) -> str:
+def _line_in_words(line: dict[str, Any]) -> str:
+    def figure(name: str, digits: int = 3) -> str:
         return "-" if line[name] is None else f"{line[name]:.{digits}f}"
 
     return (
-        f"step {line['step']}: reward {shown('reward_mean')}, loss {shown('loss', 4)}, lag {line['policy_lag_max']},"
-        f" length {shown('length_mean', 1)}, {line['tokens_per_s']:.0f} tokens/s, {line['step_s']:.1f} s"
+        f"step {line['step']}: reward {figure('reward_mean')}, loss {figure('loss', 4)}, lag {line['policy_lag_max']},"
+        f" length {figure('length_mean', 1)}, {line['tokens_per_s']:.0f} tokens/s, {line['step_s']:.1f} s"
     )

@@ -8,20 +8,25 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollout.config import GeometryField, ModelConfig, SamplingField, Section, WorkersConfig
+from rollout.config import GeometryField, ModelConfig, RewardField, SamplingField, Section, WorkersConfig
 from rollout.config_file import overridden_keys, read_values, validated
 from rollout.learning.batches import require_learnable
 from rollout.learning.config import AlgorithmSection, LearnerSection
+from rollout.rewards import NO_REWARD, REWARD_TIMEOUT_S
 from rollout.sources import Source
 from sampling.errors import ConfigError
 from sampling.params import SamplingParams
 from sampling.types import Geometry
 
 IDENTITY = ("model", "prompts", "geometry", "sampling", "reward", "seed", "learner", "algorithm", "train", "evaluation")
-"""Sections that determine what is learnt. Only the steps and how often something is saved may change on the way."""
+"""Sections that determine what is learnt. They may change on the way where that is accepted, and is then recorded."""
 
 FREE = (("train", "steps"), ("train", "save_every"), ("train", "keep_checkpoints"))
-"""Keys in them that a continued run may change."""
+"""Keys in them that a continued run may change without a word."""
+
+FIXED = ("model.checkpoint", "prompts", "seed", "sampling.n", "sampling.seed")
+"""Keys that no continued run may change. They determine which samples of which prompts come next: with others, samples
+that were drawn before would be drawn again, with the same keys."""
 
 
 class TrainSection(Section):
@@ -67,7 +72,8 @@ class TrainConfig(Section):
     Attributes:
         model, prompts, geometry, sampling, workers, seed: as in RunConfig. The prompts are gone through as often as
             needed, with other samples each time.
-        reward: name of the scorer.
+        reward: name of the scorer, or `package.module:name` of one's own.
+        reward_timeout_s, reward_workers: as in RunConfig.
         learner, algorithm, train: how weights change, what is learnt, and in which order.
         evaluation: held-out prompts; None evaluates nothing.
     """
@@ -76,7 +82,9 @@ class TrainConfig(Section):
     prompts: Source
     geometry: GeometryField = Geometry()
     sampling: SamplingField = SamplingParams()
-    reward: Literal["reasoning_gym", "exact_match"]
+    reward: RewardField
+    reward_timeout_s: float = Field(default=REWARD_TIMEOUT_S, gt=0)
+    reward_workers: int = Field(default=1, ge=1)
     workers: WorkersConfig = WorkersConfig()
     seed: int = Field(default=0, ge=0, lt=2**64)
     learner: LearnerSection = LearnerSection()
@@ -87,6 +95,8 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         require_learnable(self.sampling)
+        if self.reward == NO_REWARD:
+            raise ConfigError(f"reward: expected a scorer to learn from, got {NO_REWARD!r}")
         if self.algorithm.advantages == "group" and self.sampling.n < 2:
             raise ConfigError(
                 f"sampling.n: expected at least 2 samples to compare with each other, got {self.sampling.n};"

@@ -1,7 +1,7 @@
 """How the parameters of the Transformer are assembled from a checkpoint's tensors.
 
 One list of leaves, each with the stored tensors it is made of, serves checking, loading and error
-messages. Stored projections are [out, in], as torch keeps them; ours are [in, ...out], fused.
+messages. Projections are [out, in], as torch keeps them; ours are fused.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ class Leaf:
         shape: of the parameter.
         sources: stored tensors it is made of, in the order in which `fuse` expects them.
         source_shapes: the shape that each of them must have.
-        fuse: "copy" takes the single source as it is; "transpose" turns a projection; "gate_up" and
-            "qkv" fuse.
+        fuse: "copy" takes the single source as it is; "gate_up" and "qkv" fuse.
     """
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
     sources: tuple[str, ...]
     source_shapes: tuple[tuple[int, ...], ...]
-    fuse: Literal["copy", "transpose", "gate_up", "qkv"] = "copy"
+    fuse: Literal["copy", "gate_up", "qkv"] = "copy"
 
     def write(self, place: int, tensor: np.ndarray, out: np.ndarray) -> None:
         """Writes source number `place` into its part of `out` [*shape], converting the dtype on the
@@ -43,17 +42,17 @@ class Leaf:
         if self.fuse == "qkv":
             self._write_heads(place, tensor, out)
         elif self.fuse == "gate_up":
-            out[..., place, :] = tensor.T
+            out[place] = tensor
         else:
-            out[...] = tensor if self.fuse == "copy" else tensor.T
+            out[...] = tensor
 
     def _write_heads(self, place: int, tensor: np.ndarray, out: np.ndarray) -> None:
         """Query heads are stored by key/value head first: head h reads key/value head h //
         q_per_kv."""
-        *width, kv_heads, slots, head_dim = out.shape
+        kv_heads, slots, head_dim, *width = out.shape
         group = slots - 2
-        heads = tensor.T.reshape(*width, kv_heads, -1, head_dim)
-        out[..., slice(0, group) if place == 0 else slice(group + place - 1, group + place), :] = heads
+        heads = tensor.reshape(kv_heads, -1, head_dim, *width)
+        out[:, slice(0, group) if place == 0 else slice(group + place - 1, group + place)] = heads
 
 
 def layout(config: ModelConfig) -> Iterator[Leaf]:
@@ -78,7 +77,7 @@ def _layer(config: ModelConfig, path: tuple[str, ...], prefix: str) -> Iterator[
     yield _norm((*path, "attention_norm"), f"{prefix}.input_layernorm", width)
     yield Leaf(
         (*path, "attention", "qkv_kernel"),
-        (width, *fused),
+        (*fused, width),
         tuple(f"{name}.weight" for name in qkv),
         ((q_size, width), (kv_size, width), (kv_size, width)),
         "qkv",
@@ -100,7 +99,7 @@ def _layer(config: ModelConfig, path: tuple[str, ...], prefix: str) -> Iterator[
     yield _norm((*path, "feed_forward_norm"), f"{prefix}.post_attention_layernorm", width)
     yield Leaf(
         (*path, "feed_forward", "gate_up_kernel"),
-        (width, 2, ffn),
+        (2, ffn, width),
         tuple(f"{name}.weight" for name in gate_up),
         ((ffn, width), (ffn, width)),
         "gate_up",
@@ -117,7 +116,7 @@ def _norm(path: tuple[str, ...], source: str, size: int) -> Leaf:
 
 def _projection(path: tuple[str, ...], source: str, size_in: int, size_out: int, bias: bool) -> Iterator[Leaf]:
     *parent, name = path
-    shape = (size_in, size_out)
-    yield Leaf((*parent, f"{name}_kernel"), shape, (f"{source}.weight",), (shape[::-1],), "transpose")
+    shape = (size_out, size_in)
+    yield Leaf((*parent, f"{name}_kernel"), shape, (f"{source}.weight",), (shape,))
     if bias:
         yield Leaf((*parent, f"{name}_bias"), (size_out,), (f"{source}.bias",), ((size_out,),))

@@ -24,13 +24,17 @@ _HARMLESS = ("rotary_emb.inv_freq",)
 """Endings of tensors that old files carry and that say nothing that the configuration does not."""
 
 
+_ALIGNMENT = 64
+"""Bytes of which the address of an array must be a multiple for XLA to use it as it lies."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A loaded checkpoint.
 
     Attributes:
         info: what it is.
-        params: nested dict of NumPy arrays for `Transformer(info.config)`; put them on a device
+        params: nested dict of read-only NumPy arrays for `Transformer(info.config)`; put them on a device
             before use.
     """
 
@@ -49,7 +53,7 @@ def load_checkpoint(
 
     Args:
         reference: see inspect_checkpoint.
-        dtype: of the parameters.
+        dtype: of the parameters, which are read-only.
         progress: called with (bytes done, bytes in total) of the parameters, after each of them.
     Raises:
         CheckpointError: as inspect_checkpoint; or a tensor is missing, surplus or of another shape.
@@ -64,15 +68,24 @@ def load_checkpoint(
     params: dict[str, Any] = {}
     done = 0
     for leaf in leaves:
-        array = np.empty(leaf.shape, dtype)
+        array = _aligned(leaf.shape, np.dtype(dtype))
         for place, source in enumerate(leaf.sources):
             leaf.write(place, files.read(source), array)
+        array.flags.writeable = False  # an engine shares it
         _insert(params, leaf.path, array)
         done += array.nbytes
         if progress is not None:
             progress(done, total)
     _check_tied_head(info, files, params)
     return Checkpoint(info, params)
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array without values, where JAX can use it on a CPU as it lies: weights are in memory once, not twice."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
 def _check(info: CheckpointInfo, leaves: list[Leaf], files: TensorFiles) -> None:

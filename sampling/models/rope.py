@@ -27,25 +27,27 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def rope_angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every pair's angle.
+    """Cosine and sine by which `apply_rope` turns the features of a head.
 
     Args:
         positions: int32 [rows, chunk]; padding (-1) gets some angle that nobody reads.
     Returns:
-        Two float32 arrays [rows, chunk, head_dim / 2].
+        Two float32 arrays [head_dim, rows * chunk]. Both features of a pair have one angle; the sine of the first has
+        its sign changed.
     """
     frequencies = jnp.asarray(rope_frequencies(config))
-    angles = positions.astype(jnp.float32)[:, :, None] * frequencies[None, None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+    angles = frequencies[:, None] * positions.astype(jnp.float32).reshape(1, -1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([cos, cos]), jnp.concatenate([-sin, sin])
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns `x` [rows, chunk, kv_heads, group, head_dim], in float32; the result has the dtype of
-    `x`."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, :, None, None, :], sin[:, :, None, None, :]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    """Turns `x` [kv_heads, group, head_dim, tokens], in float32; the result has the dtype of `x`."""
+    wide = x.astype(jnp.float32)
+    partners = jnp.roll(wide, wide.shape[2] // 2, axis=2)
+    turned = (wide * cos[None, None] + partners * sin[None, None]).astype(x.dtype)
+    # Whoever wants another order of axes would otherwise have every number turned where it then lies, one at a time.
+    return jax.lax.optimization_barrier(turned)
 
 
 def _llama3_frequencies(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:

@@ -31,6 +31,7 @@ class GrammarMask(Transform):
     tables: GrammarTables | None = None
     NEUTRAL = (FREE, NO_TOKEN, NO_TOKEN)
     argmax_invariant = False
+    alone = True
 
     def is_neutral(self) -> jax.Array:
         return jnp.asarray(self.start, jnp.int32) == FREE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import pytest
@@ -15,7 +14,6 @@ from tests.actors.small_work import GEOMETRY, ONE_WORKER, TWO_WORKERS, groups, r
 from tests.local_ray import local_ray  # noqa: F401, a fixture
 from tests.tiny_models import tiny_llama
 
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 ray.cloudpickle.register_pickle_by_value(sys.modules[faulty_worker.__name__])
 
 

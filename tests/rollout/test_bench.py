@@ -100,10 +100,10 @@ def test_the_floor_is_every_matrix_of_a_step_once(tiny_checkpoint, dtype):
     checkpoint = load_checkpoint(tiny_checkpoint)
     *layers, scores = matrix_products(checkpoint, 3, dtype)()
     assert {str(product.dtype) for product in layers} == {dtype} and scores.dtype == np.float32
-    assert scores.shape == (3, checkpoint.info.config.vocab_size)
-    columns = {"qkv": (4 + 2 * 2) * 6, "o": 32, "gate_up": 2 * 40, "down": 32}
-    assert sorted(product.shape for product in layers) == sorted((3, size) for size in [*columns.values()] * 2)
-    np.testing.assert_allclose(scores[0], checkpoint.params["head"].sum(1), rtol=0.05, atol=0.05)  # of ones
+    assert scores.shape == (checkpoint.info.config.vocab_size, 3)
+    features = {"qkv": (4 + 2 * 2) * 6, "o": 32, "gate_up": 2 * 40, "down": 32}
+    assert sorted(product.shape for product in layers) == sorted((size, 3) for size in [*features.values()] * 2)
+    np.testing.assert_allclose(scores[:, 0], checkpoint.params["head"].sum(1), rtol=0.05, atol=0.05)  # of ones
 
 
 def test_the_command_prints_and_writes_what_was_found(tiny_checkpoint, tmp_path):

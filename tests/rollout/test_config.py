@@ -118,7 +118,12 @@ def test_overrides_are_read_as_yaml_and_the_last_wins():
         ("seed=true", "seed: expected a whole number, got True"),
         ("sed=1", "sed: no such key; did you mean 'seed'? known are model, prompts, geometry,"),
         ("model.dtype=float16", "model.dtype: expected 'float32' or 'bfloat16', got 'float16'"),
-        ("reward=math", "reward: expected 'none', 'reasoning_gym' or 'exact_match', got 'math'"),
+        (
+            "reward=math",
+            "reward: expected one of none, reasoning_gym, exact_match, or package.module:name of your own, got 'math'",
+        ),
+        ("reward_timeout_s=0", "reward_timeout_s: expected more than 0, got 0"),
+        ("reward_workers=0", "reward_workers: expected at least 1, got 0"),
         ("prompts.source=csv", "prompts.source: expected one of jsonl, parquet, inline, reasoning_gym, got 'csv'"),
         ("prompts.tasks.0.sise=3", "prompts.tasks.0.sise: no such key; did you mean 'size'? known are name, size,"),
         ("prompts={source: jsonl}", "prompts.path: expected a value, got none; add it to the file or give --set"),

@@ -27,7 +27,7 @@ from tests.rollout.drawn import draw
 from tests.tiny_models import tiny_llama
 
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=20, n=4)
-GEOMETRY = Geometry(slots=16, cache_len=64, prefill_chunk=16)
+GEOMETRY = Geometry(slots=8, cache_len=64, prefill_chunk=16)
 EVERYTHING = AlgorithmSection(
     advantages="gae", clip_high=0.28, dual_clip=3.0, kl_coefficient=0.1, entropy_coefficient=0.01, correction="token"
 )
@@ -37,6 +37,7 @@ EVERYTHING = AlgorithmSection(
 def checkpoint(tmp_path_factory):
     """With a weight of -0.0, whose sign is a bit like any other."""
     loaded = load_checkpoint(tiny_llama(tmp_path_factory.mktemp("tiny")))
+    loaded.params["embedding"] = loaded.params["embedding"].copy()
     loaded.params["embedding"][5, :4] = -0.0
     return loaded
 

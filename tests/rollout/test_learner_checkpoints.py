@@ -67,7 +67,7 @@ def test_what_is_not_this_learners_is_refused(checkpoint, batch, tmp_path):
         checkpoints.restore(learner.state, 3)
     wider = learner_of(load_checkpoint(tiny_llama(tmp_path / "wider", intermediate_size=48)))
     place = r"checkpoints/7: weights.policy.layers_0.feed_forward.down_kernel"
-    with pytest.raises(CheckpointError, match=place + r": expected float32 \[48, 32\], found float32 \[40, 32\]"):
+    with pytest.raises(CheckpointError, match=place + r": expected float32 \[32, 48\], found float32 \[32, 40\]"):
         checkpoints.restore(wider.state)
     headless = learner_of(checkpoint, AlgorithmSection())
     with pytest.raises(CheckpointError, match=r"value_head.bias: expected none, found float32 \[\]"):

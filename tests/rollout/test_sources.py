@@ -1,8 +1,8 @@
 """Tests rollout/sources.py: files, tasks and lists become streams of prompts with unique ids."""
 
-import builtins
 import itertools
 import json
+import sys
 from datetime import date
 
 import pyarrow as pa
@@ -168,14 +168,7 @@ def test_a_task_that_cannot_be_made_is_a_config_error(task, message):
 
 
 def test_without_reasoning_gym_the_error_says_what_to_install(monkeypatch):
-    real_import = builtins.__import__
-
-    def no_tasks(name, *args, **kwargs):
-        if name.partition(".")[0] == "reasoning_gym":
-            raise ImportError(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", no_tasks)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # Python then finds no module of this name
     tasks._dataset.cache_clear()
     with pytest.raises(ConfigError, match=r"pip install 'rollout-sampling\[tasks\]'"):
         list(read_prompts(task_source()))

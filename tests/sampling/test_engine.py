@@ -161,17 +161,22 @@ def test_greedy_rows_have_log_prob_zero_exactly(alone):
 def test_log_probs_are_those_of_a_full_forward_under_the_rows_policy(checkpoint, engine, alone):
     """Recomputes every step of every mixed row from one forward without a cache, in float64 after the logits."""
     model = Transformer(checkpoint.info.config)
+
+    @jax.jit
+    def forward(tokens):
+        hidden, _ = model.apply({"params": checkpoint.params}, tokens, jnp.arange(tokens.size)[None])
+        return model.apply({"params": checkpoint.params}, hidden, method="logits")[0]
+
+    chain = jax.jit(lambda policy, state, logits: policy.scores(state, logits))
     for i, params in enumerate(MIXED):
         row = alone[i][f"p{i}", 0]
-        tokens = np.concatenate([row.prompt_tokens, row.completion_tokens])[None]
-        positions = np.arange(tokens.size, dtype=np.int32)[None]
-        hidden, _ = model.apply({"params": checkpoint.params}, tokens, positions)
-        logits = model.apply({"params": checkpoint.params}, hidden, method="logits")[0]
-        steps = logits[row.prompt_tokens.size - 1 : -1]
+        tokens = np.concatenate([row.prompt_tokens, row.completion_tokens])
+        padded = np.pad(tokens, (0, GEOMETRY.cache_len - tokens.size))[None]  # no token sees a later one
+        steps = forward(padded)[row.prompt_tokens.size - 1 : tokens.size - 1]
         count = len(row.completion_tokens)
         state = StepState.from_histories([[0]] * count, [[]] * count, vocab_size=steps.shape[-1])
         known = jnp.where(jnp.arange(steps.shape[-1])[None] < TOKENIZER_LEN, steps, -jnp.inf)
-        final = np.asarray(lower(params).scores(state, known), np.float64)
+        final = np.asarray(chain(lower(params), state, known), np.float64)
         behaviour = log_softmax(final)
         np.testing.assert_allclose(np.exp(behaviour).sum(-1), 1, atol=1e-6)
         raw = log_softmax(np.asarray(steps, np.float64))

@@ -16,7 +16,7 @@ from tests.tiny_models import TOKENIZER_LEN, tiny_llama
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     checkpoint = load_checkpoint(tiny_llama(tmp_path_factory.mktemp("tiny")))
-    return Engine(checkpoint, GEOMETRY, capacity=Capacity(orders=tuple(ORDERS)))
+    return Engine(checkpoint, GEOMETRY, capacity=Capacity(orders=tuple(ORDERS), support=16))  # as in test_scoring.py
 
 
 def test_a_replay_gives_the_recorded_bits(engine):

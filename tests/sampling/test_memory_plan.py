@@ -21,7 +21,7 @@ def bytes_of(tree):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "geometry"), [("float32", Geometry(8, 48, 2, 8)), ("bfloat16", Geometry(3, 64, 1, 4))]
+    ("dtype", "geometry"), [("float32", Geometry(8, 48, 2, 32)), ("bfloat16", Geometry(3, 64, 1, 4))]
 )
 def test_the_plan_counts_what_the_engine_holds(checkpoint, dtype, geometry):
     engine = Engine(checkpoint, geometry, dtype)
@@ -34,7 +34,7 @@ def test_the_plan_counts_what_the_engine_holds(checkpoint, dtype, geometry):
 
 
 def test_the_workspace_covers_what_the_compiler_says(checkpoint):
-    geometry = Geometry(8, 48, 2, 8)
+    geometry = Geometry(8, 48, 2, 32)
     engine = Engine(checkpoint, geometry)
     plan = MemoryPlan.of(checkpoint.info.config, geometry, jnp.float32)
     temporary = max(

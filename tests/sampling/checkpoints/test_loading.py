@@ -6,6 +6,7 @@ import json
 import warnings
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -58,6 +59,15 @@ def test_progress_ends_at_the_total(llama):
     assert list(done) == sorted(done)
     assert {done[-1]} == set(totals)
     assert done[-1] == weights_bytes(params)
+
+
+def test_a_processor_shares_the_arrays_that_were_loaded(llama):
+    """Weights are in memory once: JAX copies an array at another address, and nobody may write to a shared one."""
+    params = load_checkpoint(llama).params
+    for array in jax.tree.leaves(params):
+        assert jax.device_put(array, jax.devices("cpu")[0]).unsafe_buffer_pointer() == array.ctypes.data
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0
 
 
 def weights_bytes(params) -> int:

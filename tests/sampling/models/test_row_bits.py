@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from sampling.models import KVCache
+from sampling.models.transformer import times
 
 ROWS, CACHE_LEN, BLOCK_LEN = 5, 17, 4
 POSITIONS = jnp.array([[3], [16], [0], [9], [11]], jnp.int32)
@@ -81,3 +82,15 @@ def test_how_far_other_rows_are_filled_does_not_change_a_bit(step, farthest):
     alone = jnp.where(jnp.arange(ROWS)[:, None] == 3, POSITIONS, -1)
     beside = POSITIONS.at[1].set(farthest)
     np.testing.assert_array_equal(decode(TOKENS, beside, cache)[0][3], decode(TOKENS, alone, cache)[0][3])
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 17, 33, 40, 55])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_column_of_a_product_does_not_depend_on_its_place(tokens, dtype):
+    """Kernels take whole vectors of columns at a time; those that are left over must be added up in the same order."""
+    matrix = jax.random.normal(jax.random.key(0), (96, 577), dtype)
+    column = jax.random.normal(jax.random.key(1), (577, 1), dtype)
+    product = jax.jit(times)(matrix, jnp.tile(column, tokens))
+    np.testing.assert_array_equal(product, jnp.tile(product[:, :1], tokens))
+    exact = np.asarray(matrix, np.float64) @ np.asarray(column, np.float64)
+    np.testing.assert_allclose(product[:, :1], exact, rtol=0, atol=1e-3)
