@@ -27,9 +27,11 @@ EVERYTHING = FILTERS.replace(
     prompt_no_repeat_ngram_size=4, logit_bias={5: 1.0, 8: -2.0}, sequence_bias=[([4, 5], 1.0)],
     bad_words=[[7, 8], [9]], suppress_tokens=[10, 11], begin_suppress_tokens=[12], allowed_token_ids=range(2, 40_000),
     min_new_tokens=200, min_length=200, exponential_decay_length_penalty=(5, 1.01), forced_eos=2, forced_bos=3,
+    thinking_budget=1000, thinking_start=[6], thinking_end=[7],
     renormalize=True, remove_invalid_values=True,
 )  # fmt: skip
-"""Every stage of the chain on but the greedy one, which excludes drawing. Stopping rules are not part of the choice."""
+"""Every stage of the chain on but two: a grammar, beside which nothing may be forced, and the greedy one, which
+excludes drawing. Stopping rules are not part of the choice."""
 
 PERSON = SamplingParams(
     json_schema={

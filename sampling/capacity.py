@@ -20,6 +20,7 @@ class Capacity:
         suppressed: entries of suppress_tokens, and as many of begin_suppress_tokens.
         stop_strings, stop_bytes: stop strings; UTF-8 bytes of the longest.
         orders: named orders that the programs hold.
+        marker_len: tokens of a thinking marker.
         support: ids of one token's recorded support.
         grammars, grammar_states, grammar_cells: different grammars of all rows together; their states, and one; the
             entries of their tables (sampling.grammar.tables).
@@ -33,6 +34,7 @@ class Capacity:
     suppressed: int = 64
     stop_strings: int = 4
     stop_bytes: int = 32
+    marker_len: int = 8
     orders: tuple[str, ...] = ("transformers",)
     support: int = 0
     grammars: int = 8
@@ -53,6 +55,7 @@ class Capacity:
             suppressed=max(len(params.suppress_tokens), len(params.begin_suppress_tokens)),
             stop_strings=len(params.stop),
             stop_bytes=max((len(text.encode()) for text in params.stop), default=0),
+            marker_len=max(len(params.thinking_start), len(params.thinking_end)),
             orders=(params.order,),
             support=params.record_support,
             grammars=0,

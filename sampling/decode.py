@@ -31,6 +31,7 @@ class TokenRecord(struct.PyTreeNode):
 
     Attributes:
         behaviour_logprobs, model_logprobs, log_kept_mass, entropy: float32, nats.
+        forced: bool, a stage of the policy forced the token; it was not drawn.
         support: int32 [rows, places], ids of the final support in any order, NO_TOKEN after them and everywhere where
             it is not recorded. There are no places unless a policy has asked for it.
     """
@@ -39,6 +40,7 @@ class TokenRecord(struct.PyTreeNode):
     model_logprobs: jax.Array
     log_kept_mass: jax.Array
     entropy: jax.Array
+    forced: jax.Array
     support: jax.Array
 
 
@@ -267,7 +269,7 @@ def choose(policy: Policy, rows: StepState, logits: jax.Array, given: jax.Array,
 
     left = policy.grammar.has_left(rows)  # no token has a chance there, and none can be drawn
 
-    def taken(behaviour: Distribution, kept: jax.Array, support: jax.Array) -> Choice:
+    def taken(behaviour: Distribution, kept: jax.Array, forced: jax.Array, support: jax.Array) -> Choice:
         tokens = jnp.where(given == NO_TOKEN, draw(behaviour, uniform), given)
         stranded = left & (given == NO_TOKEN)
         emptied = jnp.isneginf(jnp.max(behaviour.scores, axis=-1)) & ~policy.grammar.is_neutral()
@@ -280,6 +282,7 @@ def choose(policy: Policy, rows: StepState, logits: jax.Array, given: jax.Array,
                 model_logprobs=model.logprobs(tokens),
                 log_kept_mass=kept,
                 entropy=behaviour.entropy(),
+                forced=forced,
                 support=support,
             ),
         )
@@ -287,11 +290,13 @@ def choose(policy: Policy, rows: StepState, logits: jax.Array, given: jax.Array,
     # A row that no stage touches is drawn from the model's own distribution, whatever its batch mates ask for; so a
     # batch of such rows never looks at its scores twice.
     untouched = policy.neutral(rows) & (tokenizer_len >= logits.shape[-1])
-    from_model = taken(model, jnp.zeros(untouched.shape, jnp.float32), policy.support.nothing(rows))
+    nowhere = jnp.zeros_like(untouched)
+    from_model = taken(model, nowhere.astype(jnp.float32), nowhere, policy.support.nothing(rows))
 
     def through_chain() -> Choice:
         scores = policy.scores(rows, without_padded_ids(logits, tokenizer_len))
-        from_chain = taken(Distribution.of(scores), log_kept_mass(scores, model), policy.support.of(rows, scores))
+        kept, support = log_kept_mass(scores, model), policy.support.of(rows, scores)
+        from_chain = taken(Distribution.of(scores), kept, policy.forced(rows), support)
 
         def chosen(ours: jax.Array, theirs: jax.Array) -> jax.Array:
             return jnp.where(untouched.reshape(untouched.shape + (1,) * (ours.ndim - 1)), ours, theirs)

@@ -113,6 +113,7 @@ def explain(
         model=lens.stage("model", None, None, logits, logits),
         stages=tuple(stages),
         num_off=len(policy.transforms) - len(on),
+        forced=bool(_forced(policy, before)[0]),
         without_effect=_without_effect(params, on),
         support=int(np.isfinite(scores).sum()),
         entropy=float(again.entropy[0]),
@@ -220,6 +221,11 @@ def _draw(logits: jax.Array, scores: jax.Array, state: StepState, tokens: jax.Ar
         behaviour_logprobs=final.logprobs(tokens),
         model_logprobs=model.logprobs(tokens),
     )
+
+
+@jax.jit
+def _forced(policy: Policy, state: StepState) -> jax.Array:
+    return policy.forced(state)
 
 
 @jax.jit

@@ -90,6 +90,7 @@ class OpenGroup:
             log_kept_mass=np.asarray(record.log_kept_mass),
             entropy=np.asarray(record.entropy),
             policy_versions=versions,
+            forced=np.flatnonzero(record.forced).astype(np.int32),
             support_sizes=np.asarray(np.sum(support != NO_TOKEN, axis=-1, dtype=np.int32)),
             support_ids=support[support != NO_TOKEN],
             ended_at=ended_at,

@@ -161,6 +161,12 @@ def penalty(name: str, value: Any) -> float:
     return real(lambda v: v >= FLOAT32_RANGE[0], "a finite number > 0; 1 is off")(name, value)
 
 
+def marker(name: str, value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, str) and value:
+        return value
+    return () if isinstance(value, (list, tuple)) and not value else _sequence(name, value)
+
+
 def grammar_end(name: str, value: Any) -> str:
     if value not in GRAMMAR_ENDS:
         raise ConfigError(f"{name}: expected one of {', '.join(GRAMMAR_ENDS)}, got {short(value)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,9 @@ class SamplingParams:
         forced_bos: id forced after a prompt of one token; None is off.
         forced_eos: ids of which one is forced as the last token of the budget; empty is off.
         exponential_decay_length_penalty: (start, factor): after `start` tokens the end-of-sequence score grows.
+    Thinking (docs/policies.md):
+        thinking_budget: force `thinking_end` after this many tokens behind `thinking_start`, at least 0; None is off.
+        thinking_start, thinking_end: the markers, each a list of token ids, or a text that is encoded by itself.
     Grammar, one at most (docs/grammars.md):
         regex: the completion's text matches this pattern of Python's `re` from end to end; None is off.
         json_schema: it is JSON that this schema accepts: a mapping, or JSON text; None is off.
@@ -107,6 +110,9 @@ class SamplingParams:
     forced_bos: int | None = None
     forced_eos: Any = ()
     exponential_decay_length_penalty: Any = None
+    thinking_budget: int | None = None
+    thinking_start: Any = ()
+    thinking_end: Any = ()
     regex: str | None = None
     json_schema: Any = None
     choices: Any = ()
@@ -155,6 +161,8 @@ class SamplingParams:
             "forced_bos": () if self.forced_bos is None else (self.forced_bos,),
             **{name: getattr(self, name) for name, check in _CHECKS.items() if check is checks.token_ids},
             "forced_eos": self.forced_eos,
+            "thinking_start": _known_ids(self.thinking_start),
+            "thinking_end": _known_ids(self.thinking_end),
         }
 
     def require_tokens(self, known: int, where: str) -> None:
@@ -177,12 +185,22 @@ class SamplingParams:
         Raises:
             ConfigError: a name is no field, or a value is out of range.
         """
-        for name in changes:
+        self.check(changes)
+        return dataclasses.replace(self, **changes)
+
+    @staticmethod
+    def check(values: Mapping[str, Any]) -> None:
+        """Refuses what no parameters could hold, whatever the rest of them is.
+
+        Raises:
+            ConfigError: a name is no field, or a value is out of range.
+        """
+        for name, value in values.items():
             if name not in _CHECKS:
                 near = difflib.get_close_matches(name, _CHECKS, n=2, cutoff=0.5)
                 hint = f"did you mean {' or '.join(near)}? " if near else ""
                 raise ConfigError(f"sampling.{name}: no such parameter; {hint}known are {', '.join(_CHECKS)}")
-        return dataclasses.replace(self, **changes)
+            _CHECKS[name](f"sampling.{name}", value)
 
     def to_dict(self) -> dict[str, Any]:
         """Every parameter as plain values, with the version of the order; `from_dict` reads it back."""
@@ -242,6 +260,9 @@ _CHECKS: dict[str, checks.Check] = {
     "forced_bos": checks.whole(0, "None (off) or a token id", optional=True),
     "forced_eos": lambda name, value: checks.token_ids(name, (value,) if isinstance(value, int) else value),
     "exponential_decay_length_penalty": checks.decay,
+    "thinking_budget": checks.whole(0, "None (off) or at least 0", optional=True),
+    "thinking_start": checks.marker,
+    "thinking_end": checks.marker,
     "regex": checks.regex,
     "json_schema": checks.json_schema,
     "choices": checks.choices,
@@ -271,7 +292,8 @@ def _refuse_contradictions(params: SamplingParams) -> None:
     grammars = [name for name in ("regex", "json_schema", "choices") if getattr(params, name) not in (None, ())]
     if len(grammars) > 1:
         refuse(grammars[0], grammars[1], "a row follows one grammar; write both into one")
-    for name in ("forced_bos", "forced_eos"):
+    _refuse_markers(params, refuse)
+    for name in ("forced_bos", "forced_eos", "thinking_budget"):
         if params.grammar and getattr(params, name) not in (None, ()):
             refuse(name, grammars[0], "a token is forced or follows a grammar, not both")
     if params.grammar and params.grammar_end == "eos" and params.ignore_eos:
@@ -297,6 +319,26 @@ def _refuse_contradictions(params: SamplingParams) -> None:
             if not needed <= set(params.allowed_token_ids):
                 missing = min(needed - set(params.allowed_token_ids))
                 refuse(want, "allowed_token_ids", f"token {missing} is wanted and not allowed")
+
+
+def _refuse_markers(params: SamplingParams, refuse: Callable[[str, str, str], None]) -> None:
+    """Raises ConfigError for a budget whose markers are missing or could never do their work."""
+    if params.thinking_budget is None:
+        return
+    for name in ("thinking_start", "thinking_end"):
+        if not getattr(params, name):
+            refuse("thinking_budget", name, "thinking has a beginning and an end")
+    start, end = _known_ids(params.thinking_start), _known_ids(params.thinking_end)
+    if end and any(start[i : i + len(end)] == end for i in range(len(start))):
+        refuse("thinking_start", "thinking_end", "what begins to think would end it")
+    for name in ("eos_token_ids", "stop_token_ids"):
+        if set(end) & set(getattr(params, name)):
+            refuse("thinking_end", name, f"token {min(set(end) & set(getattr(params, name)))} would end the row")
+
+
+def _known_ids(marker: Any) -> tuple[int, ...]:
+    """The ids of a marker; none while it is a text."""
+    return () if isinstance(marker, str) else marker
 
 
 def _plain(value: Any) -> Any:

@@ -51,6 +51,7 @@ from sampling.transforms import (
     SequenceBias,
     SuppressTokens,
     Temperature,
+    ThinkingBudget,
     TopH,
     TopK,
     TopP,
@@ -66,22 +67,22 @@ STAGES = {
         "sequence_bias logit_bias prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty"
         " no_repeat_ngram_size prompt_no_repeat_ngram_size bad_words min_length min_new_tokens forced_bos forced_eos"
         " remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"
-        " allowed_token_ids grammar temperature top_h top_k top_p min_p typical_p epsilon_cutoff eta_cutoff"
-        " renormalize greedy"
+        " allowed_token_ids thinking_budget grammar temperature top_h top_k top_p min_p typical_p epsilon_cutoff"
+        " eta_cutoff renormalize greedy"
     ).split(),
     "reference": (
         "remove_invalid_values allowed_token_ids suppress_tokens begin_suppress_tokens min_length min_new_tokens"
         " grammar forced_bos forced_eos bad_words no_repeat_ngram_size prompt_no_repeat_ngram_size sequence_bias"
         " logit_bias prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty"
-        " exponential_decay_length_penalty temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff"
-        " renormalize greedy"
+        " exponential_decay_length_penalty thinking_budget temperature top_k top_p min_p top_h typical_p epsilon_cutoff"
+        " eta_cutoff renormalize greedy"
     ).split(),
     "vllm": (
         "remove_invalid_values grammar allowed_token_ids bad_words min_length min_new_tokens logit_bias"
         " sequence_bias prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty"
         " no_repeat_ngram_size prompt_no_repeat_ngram_size forced_bos forced_eos exponential_decay_length_penalty"
-        " suppress_tokens begin_suppress_tokens temperature min_p top_k top_p top_h typical_p epsilon_cutoff eta_cutoff"
-        " renormalize greedy"
+        " suppress_tokens begin_suppress_tokens thinking_budget temperature min_p top_k top_p top_h typical_p"
+        " epsilon_cutoff eta_cutoff renormalize greedy"
     ).split(),
 }
 """The stages of each order, first to last, named by the parameter that they come from.
@@ -127,6 +128,17 @@ class Policy(Node):
     def neutral(self, state: StepState) -> jax.Array:
         """bool [rows]: rows whose scores are the model's own, no stage changing anything and no support asked for."""
         return neutral_rows(self.transforms.values(), state) & ~(self.support.wanted() & state.active)
+
+    def forced(self, state: StepState) -> jax.Array:
+        """bool [rows]: active rows whose next token a stage forces, so that it is not drawn."""
+        kinds = (ForcedBOS, ForcedEOS, ThinkingBudget)
+        stages = [stage for stage in self.transforms.values() if isinstance(stage, kinds)]
+
+        def any_forces() -> jax.Array:
+            return functools.reduce(jnp.logical_or, [stage.forces(state) for stage in stages]) & state.active
+
+        none = jnp.zeros_like(state.active)
+        return jax.lax.cond(jnp.all(neutral_rows(stages, state)), lambda: none, any_forces)
 
     def stop_codes(self, before: StepState, after: StepState, tokens: jax.Array) -> jax.Array:
         """Why each row ends with the token just committed: StopReason.code, int32 [rows]; 0 if it goes on."""
@@ -184,15 +196,17 @@ def lower(params: SamplingParams, capacity: Capacity | None = None, grammar_star
         capacity: sizes of the tables; by default just what the parameters need.
         grammar_start: where the grammar of the parameters begins in the tables that the policy will be bound to.
     Raises:
-        ConfigError: a table is too small, a bad word is still a text, or there is a grammar and no start, or the other
-            way round.
+        ConfigError: a table is too small, a bad word or a marker is still a text, or there is a grammar and no start,
+            or the other way round.
     """
     needed = Capacity.needed(params)
     capacity = capacity or Capacity().grown_for(needed)
     if capacity.grown_for(needed) != capacity:
         raise ConfigError(f"expected a capacity of at least {needed}, got {capacity}")
-    if any(isinstance(word, str) for word in params.bad_words):
-        raise ConfigError(f"sampling.bad_words: expected token ids by now, got texts: {params.bad_words!r}")
+    for name in ("bad_words", "thinking_start", "thinking_end"):
+        value = getattr(params, name)
+        if isinstance(value, str) or any(isinstance(part, str) for part in value):
+            raise ConfigError(f"sampling.{name}: expected token ids by now, got text: {value!r}")
 
     if (params.grammar is None) != (grammar_start == FREE):
         raise ConfigError(f"expected a place in the tables for the grammar {params.grammar}, got {grammar_start}")
@@ -226,6 +240,11 @@ def lower(params: SamplingParams, capacity: Capacity | None = None, grammar_star
             _ids(params.begin_suppress_tokens, capacity.suppressed), np.int32(0)
         ),
         "allowed_token_ids": AllowedTokens(_ids(params.allowed_token_ids, capacity.allowed)),
+        "thinking_budget": ThinkingBudget(
+            np.int32(-1 if params.thinking_budget is None else params.thinking_budget),
+            _ids(params.thinking_start, capacity.marker_len),
+            _ids(params.thinking_end, capacity.marker_len),
+        ),
         "grammar": GrammarMask(
             np.int32(grammar_start),
             _ids(params.eos_token_ids, capacity.end_ids),
@@ -283,22 +302,28 @@ def resolved(
 
     Args:
         eos_token_ids: end-of-sequence ids of the checkpoint, which join the request's own unless it ignores them.
-        encode: text to token ids, without special tokens, for bad words given as text; each stands for itself and for
-            its form after a space.
+        encode: text to token ids, without adding special tokens, for markers and bad words given as text; each of the
+            latter stands for itself and for its form after a space.
     Raises:
-        ConfigError: a bad word is a text and there is no `encode`.
+        ConfigError: there is a text and no `encode`; or a marker's ids contradict another parameter.
     """
+
+    def encoded(name: str, text: str) -> tuple[int, ...]:
+        if encode is None:
+            raise ConfigError(f"sampling.{name}: {text!r} is a text and there is no tokenizer; give its token ids")
+        return tuple(encode(text))
+
     eos = () if params.ignore_eos else (*eos_token_ids, *params.eos_token_ids)
     words: list[tuple[int, ...]] = []
     for word in params.bad_words:
         if not isinstance(word, str):
             words.append(word)
-        elif encode is None:
-            raise ConfigError(f"sampling.bad_words: {word!r} is a text and there is no tokenizer; give its token ids")
         else:
             text = word.lstrip()
-            words += [tuple(encode(text)), tuple(encode(f" {text}"))]
-    return params.replace(eos_token_ids=eos, bad_words=words)
+            words += [encoded("bad_words", text), encoded("bad_words", f" {text}")]
+    markers = {name: getattr(params, name) for name in ("thinking_start", "thinking_end")}
+    ids = {name: encoded(name, marker) if isinstance(marker, str) else marker for name, marker in markers.items()}
+    return params.replace(eos_token_ids=eos, bad_words=words, **ids)
 
 
 def _ids(tokens: Sequence[int], places: int) -> np.ndarray:

@@ -118,6 +118,7 @@ def empty_state(model: Transformer, geometry: Geometry, capacity: Capacity) -> E
             model_logprobs=column(jnp.float32),
             log_kept_mass=column(jnp.float32),
             entropy=column(jnp.float32),
+            forced=column(bool),
             support=column(jnp.int32, capacity.support),
         ),
         policy_versions=column(jnp.int32),

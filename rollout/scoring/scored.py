@@ -21,6 +21,7 @@ import pyarrow.parquet
 from rollout.scoring.config import RatiosConfig
 from rollout.scoring.foreign import RecordedSequence
 from rollout.scoring.ratios import sequence_ratios, token_log_ratios
+from rollout.trajectory import drawn_places
 from sampling.errors import RecordError
 from sampling.types import Completion
 
@@ -45,7 +46,8 @@ MEANINGS = {
     "prompt_tokens": "ids of the prompt",
     "completion_tokens": "ids of the completion",
     "given_len": "how many of them, from the first on, were given and not drawn: the beginning of a branch. Ratios and"
-    " staleness are about the others",
+    " staleness are about those that were drawn",
+    "forced": "places of those that were forced and not drawn, such as the end of thinking",
     "reward": "the source's reward; null without",
     "outcome": "scored, skipped (the record has no usable completion) or failed",
     "failure": "why it was skipped or failed; null for a scored sequence",
@@ -99,6 +101,7 @@ class ScoredSequence:
     prompt_tokens: np.ndarray
     completion_tokens: np.ndarray
     given_len: int
+    forced: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     reward: float | None
     outcome: Outcome
     failure: str | None = None
@@ -142,10 +145,10 @@ class ScoredSequence:
             origin: scorer, weights_digest, numerics_fingerprint.
         """
         scored = slice(0, sequence.completion_tokens.size)
-        drawn = slice(sequence.given_len, sequence.completion_tokens.size)
+        drawn = drawn_places(sequence.completion_tokens.size, sequence.given_len, sequence.forced)
         behaviour = completion.behaviour_logprobs[scored]
         measures: dict[str, Any] = {}
-        any_drawn = drawn.start < drawn.stop
+        any_drawn = bool(drawn.any())
         if (recorded := sequence.behaviour_logprobs) is not None and any_drawn:
             log_ratios = token_log_ratios(behaviour[drawn], recorded[drawn])
             measures = asdict(sequence_ratios(log_ratios, ratios.cap, ratios.clip_epsilon))
@@ -177,7 +180,7 @@ class ScoredSequence:
 
 
 def _identity(sequence: RecordedSequence) -> dict[str, Any]:
-    names = ("row", "prompt_id", "sample_index", "prompt_tokens", "completion_tokens", "given_len", "reward")
+    names = ("row", "prompt_id", "sample_index", "prompt_tokens", "completion_tokens", "given_len", "forced", "reward")
     return {name: getattr(sequence, name) for name in names}
 
 
@@ -186,7 +189,7 @@ _TYPES: dict[str, pa.DataType] = {
     "row": pa.int64(),
     "in_support": _BOOL,
     **dict.fromkeys(("sample_index", "given_len", "ended_at", "left_grammar_at", "staleness_max"), pa.int32()),
-    **dict.fromkeys(("prompt_tokens", "completion_tokens", "policy_versions"), _INT32),
+    **dict.fromkeys(("prompt_tokens", "completion_tokens", "forced", "policy_versions"), _INT32),
     **dict.fromkeys(
         ("model_logprobs", "behaviour_logprobs", "log_kept_mass", "entropy", "recorded_logprobs"), _FLOAT32
     ),

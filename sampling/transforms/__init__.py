@@ -16,6 +16,7 @@ from sampling.transforms.penalties import (
 )
 from sampling.transforms.sanitising import RemoveInvalidValues, Renormalize
 from sampling.transforms.temperature import Greedy, Temperature
+from sampling.transforms.thinking import ThinkingBudget
 
 __all__ = [
     "FILTER",
@@ -44,6 +45,7 @@ __all__ = [
     "SequenceBias",
     "SuppressTokens",
     "Temperature",
+    "ThinkingBudget",
     "TopH",
     "TopK",
     "TopP",

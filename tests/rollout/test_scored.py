@@ -70,6 +70,12 @@ def test_ratios_and_ages_by_hand():
     assert row.outcome is Outcome.SCORED and row.failure is None and row.reward == 0.5
 
 
+def test_forced_tokens_have_no_ratio():
+    row = scored(sequence(forced=np.int32([2]), given_len=0))
+    assert row.log_ratio == pytest.approx(LOG2, abs=1e-6) and row.recorded_logprob == -3.0
+    assert row.staleness_mean == 2.0 and row.forced.tolist() == [2]
+
+
 def test_what_was_drawn_beyond_the_sequence_is_left_out():
     row = scored()
     for name in ("model_logprobs", "behaviour_logprobs", "log_kept_mass", "entropy", "in_support"):

@@ -45,6 +45,7 @@ from sampling.transforms import (
     SequenceBias,
     SuppressTokens,
     Temperature,
+    ThinkingBudget,
     TopH,
     TopK,
     TopP,
@@ -86,11 +87,15 @@ EXAMPLES = [
     (BeginSuppressTokens(np.int32([1, 2]), 4), BeginSuppressTokens(np.full(2, NO_TOKEN, np.int32), 4)),
     (ForcedBOS(3), ForcedBOS(NO_TOKEN)),
     (ForcedEOS(np.int32([3, 4]), 8), ForcedEOS(np.full(2, NO_TOKEN, np.int32), 8)),
+    (
+        ThinkingBudget(1, np.int32([3, NO_TOKEN]), np.int32([4, 5])),
+        ThinkingBudget(-1, np.full(2, NO_TOKEN, np.int32), np.full(2, NO_TOKEN, np.int32)),
+    ),
     (MinLength(9, np.int32([3])), MinLength(0, np.int32([3]))),
     (MinNewTokens(9, np.int32([3])), MinNewTokens(0, np.int32([3]))),
     (ExponentialDecayLengthPenalty(1, 1.5, np.int32([3])), ExponentialDecayLengthPenalty(1, 1.0, np.int32([3]))),
 ]
-REPLACE_SCORES = (ForcedBOS, ForcedEOS, RemoveInvalidValues)
+REPLACE_SCORES = (ForcedBOS, ForcedEOS, RemoveInvalidValues, ThinkingBudget)
 
 every = pytest.mark.parametrize(("active", "rest"), EXAMPLES, ids=[type(active).__name__ for active, _ in EXAMPLES])
 scores = score_rows(VOCAB)
