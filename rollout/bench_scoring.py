@@ -25,6 +25,7 @@ from sampling import (
 )
 from sampling.decode import EngineState, decode
 from sampling.engine import DTYPES
+from sampling.grammar.tables import GrammarTables
 from sampling.models import Transformer
 from sampling.policy import lower, stack
 from sampling.programs import empty_state
@@ -131,7 +132,7 @@ def _recording_share(
     info = checkpoint.info
     model = Transformer(info.config, dtype=DTYPES[dtype])
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, DTYPES[dtype]), checkpoint.params)
-    vocabulary = Vocabulary.from_pieces([b"?"])
+    vocabulary, grammars = Vocabulary.from_pieces([b"?"]), GrammarTables.of([], info.config.vocab_size)
     state = empty_state(model, geometry, Capacity())
     running = jnp.full(geometry.slots, PROMPT_LEN)
     state = state.replace(
@@ -141,7 +142,7 @@ def _recording_share(
     one, many = jnp.int32(1), jnp.int32(steps)
 
     def with_records(params: Any, state: EngineState) -> EngineState:
-        return decode(model, info.tokenizer_len, params, state, vocabulary, one, many, one)[0]
+        return decode(model, info.tokenizer_len, params, state, vocabulary, grammars, one, many, one)[0]
 
     def without_records(params: Any, state: EngineState) -> EngineState:
         return with_records(params, state).replace(record=None, policy_versions=None)

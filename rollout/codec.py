@@ -51,6 +51,7 @@ _COLUMNS: dict[str, pa.DataType] = {
     "worker": pa.string(),
     "text": pa.string(),
     "metadata": pa.string(),
+    "forced": _INT32,
 }
 _ARRAYS = {
     name: np.dtype(column.value_type.to_pandas_dtype())

@@ -81,6 +81,8 @@ def difference(record: Trajectory, completion: Completion | Trajectory, bound: f
     for name in ("support_sizes", "support_ids"):
         if not np.array_equal(getattr(completion, name), getattr(record, name)):
             return f"{where}: {name}: other ids than the policy leaves"
+    if not np.array_equal(completion.forced, record.forced):
+        return f"{where}: forced: expected places {completion.forced.tolist()}, got {record.forced.tolist()}"
     if completion.stop_reason != record.stop_reason:
         return f"{where}: stop_reason: expected {completion.stop_reason}, got {record.stop_reason}"
     return None

@@ -49,11 +49,13 @@ class Recorded:
 
     Attributes:
         given: the token was not drawn: the row was made to begin with it.
+        forced: it was not drawn: the policy forced it.
         behaviour_logprob, model_logprob, log_kept_mass, entropy: nats.
         stop_reason: why the row ended with this token; None if it went on.
     """
 
     given: bool
+    forced: bool
     behaviour_logprob: float
     model_logprob: float
     log_kept_mass: float
@@ -141,6 +143,7 @@ class RunExplainer:
         found = explain(engine, record.prompt_tokens, record.completion_tokens, place, params, record.key, top=top)
         recorded = Recorded(
             given=place < record.given_len,
+            forced=place in record.forced,
             behaviour_logprob=float(record.behaviour_logprobs[place]),
             model_logprob=float(record.model_logprobs[place]),
             log_kept_mass=float(record.log_kept_mass[place]),
@@ -266,6 +269,9 @@ def _faults(report: TokenReport, bound: float, may_end: bool) -> Iterator[str]:
         ours, theirs = getattr(found, name), getattr(recorded, name)
         if not (difference <= bound or math.isnan(theirs)):  # NaN was not measured
             yield f"{name}: recorded {theirs:.6f}, recomputed {ours:.6f}: more than {bound} nats apart"
+    if found.forced != recorded.forced:
+        theirs, ours = ("forced" if token.forced else "not forced" for token in (recorded, found))
+        yield f"recorded as {theirs}, recomputed as {ours}"
     if may_end and found.stop_reason != recorded.stop_reason:
         theirs, ours = (reason or "none, it goes on" for reason in (recorded.stop_reason, found.stop_reason))
         yield f"stop reason after this token: recorded {theirs}; recomputed {ours}"

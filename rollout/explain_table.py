@@ -64,6 +64,8 @@ def render(report: TokenReport, console: Console) -> None:
     )
     if report.recorded.given:
         show("This token was given and not drawn.")
+    elif found.forced and not report.faults:
+        show("This token was forced and not drawn.")
     elif found.agrees and not report.faults:
         show("Drawn again, it is the recorded token.")
     for lines, style in ((report.warnings, "yellow"), (report.faults, "bold red")):

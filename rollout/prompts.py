@@ -86,17 +86,22 @@ class Prompt:
 
     def params(self, base: SamplingParams) -> SamplingParams:
         """The run's parameters with this prompt's own in their place."""
-        own = dict(self.sampling) if self.n is None else {**self.sampling, "n": self.n}
         try:
-            params = base.replace(**own)
+            params = base.replace(**self._own())
         except ConfigError as error:
             raise PromptError(f"{self.place}: {error}") from error
-        if params.n > MAX_SAMPLES:
+        self._require_few(params.n)
+        return params
+
+    def _own(self) -> dict[str, Any]:
+        return dict(self.sampling) if self.n is None else {**self.sampling, "n": self.n}
+
+    def _require_few(self, samples: int) -> None:
+        if samples > MAX_SAMPLES:
             raise PromptError(
-                f"{self.place}: sampling.n: expected at most {MAX_SAMPLES}, got {params.n};"
+                f"{self.place}: sampling.n: expected at most {MAX_SAMPLES}, got {samples};"
                 " give the prompt several times, under ids of their own"
             )
-        return params
 
     def sample_indices(self, params: SamplingParams) -> tuple[int, ...]:
         """Which samples are wanted, with the prompt's own parameters."""
@@ -150,8 +155,12 @@ class Prompt:
         if self.n is not None and "n" in self.sampling:
             raise PromptError(f"{self.place}: n is given twice, as 'n' and within 'sampling'; keep one")
         require_json(dict(self.metadata), f"{self.place}: metadata", PromptError)
-        if self.sampling or self.n is not None:
-            self.params(SamplingParams())
+        own = self._own()  # whether the run's parameters contradict them, only `params` can tell
+        try:
+            SamplingParams.check(own)
+        except ConfigError as error:
+            raise PromptError(f"{self.place}: {error}") from error
+        self._require_few(own.get("n", 1))
 
     def _listed(self, name: str, value: Any) -> Sequence[Any]:
         """The items of a list, tuple or array."""

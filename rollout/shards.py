@@ -50,8 +50,9 @@ def read_prompt_ids(path: Path, manifest: Manifest) -> set[str]:
 def content_hash(trajectories: Iterable[Trajectory]) -> str:
     """sha256 over what was sampled, hexadecimal: equal for equal content, whoever drew it, where and how fast.
 
-    Covers ids, tokens, the bits of what is in nats, supports, policy versions, keys, policy, ends and rewards; not
-    the run's id, timings, workers, texts or the way the rows are cut into files. The order of the rows counts.
+    Covers ids, tokens and which were forced, the bits of what is in nats, supports, policy versions, keys, policy, ends
+    and rewards; not the run's id, timings, workers, texts or the way the rows are cut into files. The order of the rows
+    counts.
     """
     total = hashlib.sha256()
     for row in trajectories:
@@ -65,6 +66,7 @@ def content_hash(trajectories: Iterable[Trajectory]) -> str:
             row.policy_versions,
             row.support_sizes,
             row.support_ids,
+            row.forced,
             row.key,
         )
         reward = None if row.reward is None else row.reward.hex()

@@ -14,10 +14,13 @@ import numpy as np
 from sampling import Checkpoint, CheckpointInfo, SamplingParams, StepState
 from sampling.decode import choose
 from sampling.engine import DTYPES
+from sampling.grammar import TokenAutomaton
+from sampling.grammar.tables import FREE, GrammarTables
 from sampling.keys import row_key
 from sampling.models import Transformer
 from sampling.policy import lower, resolved, stack
 from sampling.state import NO_TOKEN
+from sampling.vocabulary import Vocabulary
 from sampling.widths import compiler_options
 
 Part = Callable[[], Any]
@@ -73,17 +76,28 @@ def random_rows(vocab: int, rows: int, history: int) -> tuple[StepState, jax.Arr
     return state.replace(keys=jnp.asarray(np.stack([row_key(0, "bench", i) for i in range(rows)]))), logits
 
 
-def choice(info: CheckpointInfo, params: SamplingParams, state: StepState, logits: jax.Array) -> Part:
+def choice(
+    info: CheckpointInfo,
+    params: SamplingParams,
+    state: StepState,
+    logits: jax.Array,
+    automaton: TokenAutomaton | None = None,
+) -> Part:
     """The whole choice of a step's tokens: the chain of transforms, the draw, and the log-probs for the record.
 
     Args:
         info: of the checkpoint whose tokens are drawn.
         params: the same for every row.
         state, logits: as `random_rows` gives them.
+        automaton: of the parameters' grammar; each row is in another state of it.
     """
-    rows = logits.shape[0]
-    policy = jax.device_put(stack([lower(resolved(params, info.eos_token_ids))] * rows))
-    given = jnp.full(rows, NO_TOKEN, jnp.int32)
+    rows, vocab = logits.shape
+    lowered = lower(resolved(params, info.eos_token_ids), grammar_start=1 if automaton else FREE)
+    policy = stack([lowered] * rows)
+    if automaton:
+        policy = policy.bound(Vocabulary.from_pieces([b"?"]), GrammarTables.of([automaton], vocab))
+        state = state.replace(automaton=1 + jnp.arange(rows, dtype=jnp.int32) % automaton.num_states)
+    policy, given = jax.device_put(policy), jnp.full(rows, NO_TOKEN, jnp.int32)
     program = _choice_program()
     return lambda: program(policy, state, logits, given, tokenizer_len=info.tokenizer_len)
 

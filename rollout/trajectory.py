@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -16,7 +17,7 @@ from sampling.errors import RecordError
 from sampling.params import SamplingParams
 from sampling.types import Completion, StopReason
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version of the fields below, on the wire and on disk."""
 
 LOGPROB_DEFINITION = (
@@ -78,6 +79,8 @@ class Trajectory:
         worker: name of the worker that drew it.
         text: the completion for people; never re-encode it for training.
         metadata: the prompt's own metadata, plain JSON values.
+        forced: int32, ascending, the places of tokens that the policy forced (the end of thinking, say). They were not
+            drawn, so nothing is to be learnt from them; usually there are none.
     Raises:
         RecordError: a field breaks the record's invariants; the message names prompt, sample and field.
     """
@@ -110,6 +113,7 @@ class Trajectory:
     worker: str
     text: str
     metadata: dict[str, Any] = field(default_factory=dict)
+    forced: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @classmethod
     def from_completion(
@@ -141,6 +145,7 @@ class Trajectory:
             log_kept_mass=completion.log_kept_mass,
             entropy=completion.entropy,
             policy_versions=completion.policy_versions,
+            forced=completion.forced,
             support_sizes=completion.support_sizes,
             support_ids=completion.support_ids,
             policy=completion.params.to_dict(),
@@ -198,6 +203,11 @@ class Trajectory:
         """Tokens drawn."""
         return self.completion_tokens.size
 
+    @functools.cached_property
+    def drawn(self) -> np.ndarray:
+        """bool [completion_len]: tokens that were drawn, neither given nor forced."""
+        return drawn_places(self.completion_len, self.given_len, self.forced)
+
     @property
     def behaviour_logprob(self) -> float:
         """Log of the probability of the whole completion under the drawing law, nats, summed in float64."""
@@ -243,6 +253,9 @@ class Trajectory:
             if type(value) is not int or not 0 <= value <= most:
                 expected = "a whole number >= 0" if most == math.inf else f"a whole number in 0 .. {most}"
                 raise self._refusal(name, expected, value)
+        within = (self.forced >= 0) & (self.forced < self.completion_len)
+        if not within.all() or np.any(np.diff(self.forced) <= 0):
+            raise self._refusal("forced", f"ascending places in 0 .. {self.completion_len - 1}", self.forced)
         self._check_nats()
         self._check_support()
         self._check_outcome()
@@ -259,6 +272,7 @@ class Trajectory:
             "policy_versions": (np.int32, drawn),
             "support_sizes": (np.int32, drawn),
             "support_ids": (np.int32, None),
+            "forced": (np.int32, None),
             "key": (np.uint32, 2),
         }
 
@@ -337,6 +351,13 @@ _TEXT_FIELDS = (
     "worker",
     "text",
 )
+
+
+def drawn_places(completion_len: int, given_len: int, forced: np.ndarray) -> np.ndarray:
+    """bool [completion_len]: the tokens of a completion that were drawn, neither given nor forced."""
+    drawn = np.arange(completion_len) >= given_len
+    drawn[forced] = False
+    return drawn
 
 
 def _same(ours: Any, theirs: Any) -> bool:

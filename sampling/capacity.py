@@ -20,7 +20,10 @@ class Capacity:
         suppressed: entries of suppress_tokens, and as many of begin_suppress_tokens.
         stop_strings, stop_bytes: stop strings; UTF-8 bytes of the longest.
         orders: named orders that the programs hold.
+        marker_len: tokens of a thinking marker.
         support: ids of one token's recorded support.
+        grammars, grammar_states, grammar_cells: different grammars of all rows together; their states, and one; the
+            entries of their tables (sampling.grammar.tables).
     """
 
     end_ids: int = 16
@@ -31,12 +34,16 @@ class Capacity:
     suppressed: int = 64
     stop_strings: int = 4
     stop_bytes: int = 32
+    marker_len: int = 8
     orders: tuple[str, ...] = ("transformers",)
     support: int = 0
+    grammars: int = 8
+    grammar_states: int = 4096
+    grammar_cells: int = 2**20
 
     @classmethod
     def needed(cls, params: SamplingParams) -> Capacity:
-        """The exact sizes that a policy fills."""
+        """The exact sizes that a policy fills, tables of grammars aside: rows share those."""
         words = [word for word in params.bad_words if not isinstance(word, str)]
         sequences = [ids for ids, _ in params.sequence_bias]
         return cls(
@@ -48,8 +55,12 @@ class Capacity:
             suppressed=max(len(params.suppress_tokens), len(params.begin_suppress_tokens)),
             stop_strings=len(params.stop),
             stop_bytes=max((len(text.encode()) for text in params.stop), default=0),
+            marker_len=max(len(params.thinking_start), len(params.thinking_end)),
             orders=(params.order,),
             support=params.record_support,
+            grammars=0,
+            grammar_states=0,
+            grammar_cells=0,
         )
 
     def grown_for(self, needed: Capacity) -> Capacity:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from sampling.draw import Distribution, draw, log_kept_mass
+from sampling.grammar.tables import GrammarTables
 from sampling.keys import uniforms
 from sampling.lanes import Lanes, read_lanes
 from sampling.models import KVCache, Transformer
@@ -30,6 +31,7 @@ class TokenRecord(struct.PyTreeNode):
 
     Attributes:
         behaviour_logprobs, model_logprobs, log_kept_mass, entropy: float32, nats.
+        forced: bool, a stage of the policy forced the token; it was not drawn.
         support: int32 [rows, places], ids of the final support in any order, NO_TOKEN after them and everywhere where
             it is not recorded. There are no places unless a policy has asked for it.
     """
@@ -38,6 +40,7 @@ class TokenRecord(struct.PyTreeNode):
     model_logprobs: jax.Array
     log_kept_mass: jax.Array
     entropy: jax.Array
+    forced: jax.Array
     support: jax.Array
 
 
@@ -144,6 +147,7 @@ def admit(state: EngineState, staging: KVCache, staged_row: jax.Array, admission
             limit=chosen(jnp.full(slots, admission.limit), rows.limit),
             in_prompt=chosen(jnp.broadcast_to(in_prompt[None, :], rows.in_prompt.shape), rows.in_prompt),
             counts=chosen(jnp.zeros_like(rows.counts), rows.counts),
+            automaton=chosen(jnp.full(slots, admission.policy.grammar.start), rows.automaton),
         ),
         policy=jax.tree.map(
             lambda one, all_: chosen(jnp.broadcast_to(one, all_.shape), all_),
@@ -163,6 +167,7 @@ def decode(
     params: dict,
     state: EngineState,
     vocabulary: Vocabulary,
+    grammars: GrammarTables,
     version: jax.Array,
     max_steps: jax.Array,
     min_active: jax.Array,
@@ -172,6 +177,7 @@ def decode(
 
     Args:
         vocabulary: the tokens' bytes, for stop strings.
+        grammars: the tables of all rows' grammars.
         version: int32 [], of the weights; written beside every token.
         max_steps, min_active: int32 [].
         slots: int32 [width], the slots that decode, each once; others stay as they are. None: all.
@@ -188,7 +194,8 @@ def decode(
     ) -> tuple[EngineState, jax.Array, jax.Array]:
         state, steps, busy = carry
         busy = busy + jnp.sum(state.rows.active, dtype=jnp.int32)
-        return decode_step(model, tokenizer_len, params, state, vocabulary, version, slots), steps + 1, busy
+        state = decode_step(model, tokenizer_len, params, state, vocabulary, grammars, version, slots)
+        return state, steps + 1, busy
 
     zero = jnp.zeros((), jnp.int32)
     begin = state if slots is None else state.only(slots)
@@ -202,17 +209,18 @@ def decode_step(
     params: dict,
     state: EngineState,
     vocabulary: Vocabulary,
+    grammars: GrammarTables,
     version: jax.Array,
     cache_rows: jax.Array | None = None,
 ) -> EngineState:
     """One token for every active row i, whose cache is row `cache_rows[i]`: forward, chain, draw, record, stop."""
-    rows = state.rows
+    rows, policy = state.rows, state.policy.bound(vocabulary, grammars)
     index = jnp.arange(rows.buffer.shape[0], dtype=jnp.int32)
     logits, cache = next_logits(model, params, state, cache_rows)
 
     is_given = rows.length < state.given
     given = jnp.where(is_given, rows.buffer[index, jnp.minimum(rows.length, rows.capacity - 1)], NO_TOKEN)
-    choice = choose(state.policy, rows, logits, given, tokenizer_len)
+    choice = choose(policy, rows, logits, given, tokenizer_len)
 
     committed = rows.active & choice.defined
     place = jnp.where(committed, rows.length, rows.capacity)
@@ -220,13 +228,14 @@ def decode_step(
     def recorded(stored: jax.Array, new: jax.Array) -> jax.Array:
         return stored.at[index, place].set(new, mode="drop")
 
-    after = rows.replace(active=committed).commit(choice.tokens)
-    stop = state.policy.bound(vocabulary).stop_codes(rows, after, choice.tokens)
+    after = policy.commit(rows.replace(active=committed), choice.tokens)
+    stop = policy.stop_codes(rows, after, choice.tokens)
     more_given = after.length < state.given
     overruns = rows.active & more_given & (stop != 0) & (state.overrun == 0)
     stop = jnp.where(more_given, 0, stop)
     stop = jnp.where((stop == 0) & (after.length >= rows.capacity), StopReason.CACHE_FULL.code, stop)
-    stop = jnp.where(choice.defined, stop, StopReason.UNDEFINED_DISTRIBUTION.code)
+    undefined = jnp.where(choice.dead_end, StopReason.CONSTRAINT_DEAD_END.code, StopReason.UNDEFINED_DISTRIBUTION.code)
+    stop = jnp.where(choice.defined, stop, undefined)
     return state.replace(
         rows=after.replace(active=committed & (stop == 0)),
         cache=cache,
@@ -251,10 +260,17 @@ def next_logits(
 
 
 class Choice(struct.PyTreeNode):
-    """What a step takes for each row: tokens int32 [rows], defined bool [rows], and their record."""
+    """What a step takes for each row, and the record of it.
+
+    Attributes:
+        tokens: int32 [rows].
+        defined: bool [rows], False where there was nothing to take.
+        dead_end: bool [rows], where that is because the row's grammar and the rest of its policy allow no token.
+    """
 
     tokens: jax.Array
     defined: jax.Array
+    dead_end: jax.Array
     record: TokenRecord
 
 
@@ -269,16 +285,22 @@ def choose(policy: Policy, rows: StepState, logits: jax.Array, given: jax.Array,
     model = Distribution.of(logits)
     uniform = uniforms(rows.keys, rows.step)
 
-    def taken(behaviour: Distribution, kept: jax.Array, support: jax.Array) -> Choice:
+    left = policy.grammar.has_left(rows)  # no token has a chance there, and none can be drawn
+
+    def taken(behaviour: Distribution, kept: jax.Array, forced: jax.Array, support: jax.Array) -> Choice:
         tokens = jnp.where(given == NO_TOKEN, draw(behaviour, uniform), given)
+        stranded = left & (given == NO_TOKEN)
+        emptied = jnp.isneginf(jnp.max(behaviour.scores, axis=-1)) & ~policy.grammar.is_neutral()
         return Choice(
             tokens=tokens,
-            defined=behaviour.masses.defined,
+            defined=behaviour.masses.defined & ~stranded,
+            dead_end=stranded | emptied,
             record=TokenRecord(
-                behaviour_logprobs=behaviour.logprobs(tokens),
+                behaviour_logprobs=jnp.where(left, FILTER, behaviour.logprobs(tokens)),
                 model_logprobs=model.logprobs(tokens),
                 log_kept_mass=kept,
                 entropy=behaviour.entropy(),
+                forced=forced,
                 support=support,
             ),
         )
@@ -286,11 +308,13 @@ def choose(policy: Policy, rows: StepState, logits: jax.Array, given: jax.Array,
     # A row that no stage touches is drawn from the model's own distribution, whatever its batch mates ask for; so a
     # batch of such rows never looks at its scores twice.
     untouched = policy.neutral(rows) & (tokenizer_len >= logits.shape[-1])
-    from_model = taken(model, jnp.zeros(untouched.shape, jnp.float32), policy.support.nothing(rows))
+    nowhere = jnp.zeros_like(untouched)
+    from_model = taken(model, nowhere.astype(jnp.float32), nowhere, policy.support.nothing(rows))
 
     def through_chain() -> Choice:
         scores = policy.scores(rows, without_padded_ids(logits, tokenizer_len))
-        from_chain = taken(Distribution.of(scores), log_kept_mass(scores, model), policy.support.of(rows, scores))
+        kept, support = log_kept_mass(scores, model), policy.support.of(rows, scores)
+        from_chain = taken(Distribution.of(scores), kept, policy.forced(rows), support)
 
         def chosen(ours: jax.Array, theirs: jax.Array) -> jax.Array:
             return jnp.where(untouched.reshape(untouched.shape + (1,) * (ours.ndim - 1)), ours, theirs)

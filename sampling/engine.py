@@ -20,20 +20,21 @@ import numpy as np
 
 from sampling.capacity import Capacity
 from sampling.checkpoints import Checkpoint
-from sampling.decode import Admission, next_logits
+from sampling.decode import next_logits
 from sampling.engine_stats import EngineStats
 from sampling.errors import ConfigError, RunError
 from sampling.fingerprint import numerics_fingerprint
+from sampling.grammar import TokenAutomaton
+from sampling.grammar.shelf import GrammarShelf
 from sampling.intake import Intake
 from sampling.memory_plan import available_bytes, require_memory
 from sampling.models import Transformer
 from sampling.open_group import OpenGroup, Resident
 from sampling.params import SamplingParams
-from sampling.policy import lower, stack
-from sampling.programs import compile_programs, empty_state, is_lost
+from sampling.policy import Policy, lower
+from sampling.programs import Programs, compile_programs, empty_state, is_lost, rearranged
 from sampling.scoring import KnownSequence, Scorer
 from sampling.staging import Staging
-from sampling.state import NO_TOKEN
 from sampling.types import Geometry, Group, Request, StopReason
 from sampling.vocabulary import Vocabulary
 from sampling.weights import StagedWeights, WeightForm, require_version
@@ -92,10 +93,10 @@ class Engine:
         self._intake = Intake(info, geometry.cache_len)
         self.vocabulary = self._intake.vocabulary()
         self._vocabulary = jax.device_put(self.vocabulary or Vocabulary.from_pieces([b"?"]))
-        shapes = geometry, self._capacity
-        empty = partial(empty_state, self._model, *shapes)
-        programs = compile_programs(self._model, info.tokenizer_len, *shapes, self._params, self._vocabulary)
-        self._programs = programs.checked(empty, self._params, self._vocabulary)
+        self._grammars = GrammarShelf(info.config.vocab_size, self._capacity)
+        empty = partial(empty_state, self._model, geometry, self._capacity)
+        programs = self._compiled(self._capacity)
+        self._programs = programs.checked(empty, self._params, self._vocabulary, self._grammars.tables)
         self._state = empty()
         self._staging = Staging(self._model, geometry)
         self._waiting: deque[OpenGroup] = deque()
@@ -111,13 +112,16 @@ class Engine:
 
         Raises:
             PromptError: the prompt leaves no room in the cache, or holds an id that is no token.
-            ConfigError: a parameter names an id that is no token, or a text where there is no tokenizer.
+            ConfigError: a parameter names an id that is no token, or a text where there is no tokenizer; or a grammar
+                cannot be used, or contradicts another parameter.
         """
         params = self._intake.resolved(request)
         capacity = self._capacity.grown_for(Capacity.needed(params))
-        if capacity != self._capacity:
-            self._grow(capacity)
-        group = OpenGroup.of(request, params, self.geometry.cache_len)
+        automaton = self.automaton(params)
+        larger = self._grammars.take(params.grammar, automaton, capacity)
+        if larger or capacity != self._capacity:
+            self._grow(larger or capacity)
+        group = OpenGroup.of(request, params, self.geometry.cache_len, automaton)
         if request.forward:
             self._score_later(group)
         else:
@@ -165,6 +169,7 @@ class Engine:
         """Withdraws every request that waits or runs. Nothing of them is returned, and nothing stays behind."""
         for line in (self._waiting, self._resident, self._finished):
             line.clear()
+        self._grammars.release_all()
         self._staging.abort()
         if self._scorer:
             self._scorer.abort()
@@ -251,26 +256,30 @@ class Engine:
             **self._counts,
         )
 
+    def automaton(self, params: SamplingParams) -> TokenAutomaton | None:
+        """See `Intake.automaton`."""
+        return self._intake.automaton(params)
+
     def _grow(self, capacity: Capacity) -> None:
-        """Compiles for larger policies, between two decode calls; rows under way keep theirs."""
-        log.warning("compiling once more, for policies of %s", capacity)
+        """Makes room for larger policies or other grammars, between two decode calls; rows under way keep theirs."""
         while self._scorer and not self._scorer.idle:
             self._finished += self._score()
-        self._scorer = None
-        sizes = self.info.tokenizer_len, self.geometry, capacity
-        programs = compile_programs(self._model, *sizes, self._params, self._vocabulary, earlier=self._programs)
+        programs, scorer = self._programs, self._scorer
+        if capacity != self._capacity:
+            log.warning("compiling once more, for policies of %s", capacity)
+            programs, scorer = self._compiled(capacity, programs), None
+        self._capacity, moved = capacity, self._grammars.rearrange(capacity)
         rows = (self._resident.get(slot) for slot in range(self.geometry.slots))
-        policies = [lower(row.group.params if row else SamplingParams(), capacity) for row in rows]
-        record = self._state.record
-        room = ((0, 0), (0, 0), (0, capacity.support - self._capacity.support))
-        self._programs, self._state = (
-            programs,
-            self._state.replace(
-                policy=jax.device_put(stack(policies)),
-                record=record.replace(support=jnp.pad(record.support, room, constant_values=NO_TOKEN)),
-            ),
-        )
-        self._capacity = capacity
+        policies = [self._lowered(row.group.params if row else SamplingParams()) for row in rows]
+        state = rearranged(self._state, policies, capacity, moved)
+        self._programs, self._scorer, self._state = programs, scorer, state
+
+    def _compiled(self, capacity: Capacity, earlier: Programs | None = None) -> Programs:
+        sizes = self.info.tokenizer_len, self.geometry, capacity
+        return compile_programs(self._model, *sizes, self._params, self._vocabulary, earlier=earlier)
+
+    def _lowered(self, params: SamplingParams) -> Policy:
+        return lower(params, self._capacity, self._grammars.first_state(params.grammar))
 
     def _prefill(self) -> None:
         """Reads waiting prompts for one pass."""
@@ -279,34 +288,12 @@ class Engine:
 
     def _admit(self, row: int, group: OpenGroup) -> None:
         """Fills free slots with samples of the prompt in a staging row."""
-        request = group.request
-        slots, cache_len = self.geometry.slots, self.geometry.cache_len
-        entering = np.zeros(slots, np.int32)
-        prompt_len = request.prompt_tokens.size
-        prompt = np.zeros(cache_len, np.int32)
-        prompt[:prompt_len] = request.prompt_tokens
-        buffer = np.tile(prompt, (slots, 1))
-        given_until = np.full(slots, prompt_len, np.int32)
-        keys = np.zeros((slots, 2), np.uint32)
-        count = min(len(self._free), len(group.pending))
-        for place in range(count):
-            slot, sample = self._free.pop(), group.pending.popleft()
-            entering[place] = slot
-            given_until[slot] += sample.given.size
-            buffer[slot, prompt_len : prompt_len + sample.given.size] = sample.given
-            keys[slot] = sample.key
-            self._resident[slot] = Resident(group, sample, time.monotonic())
-        admission = Admission(
-            slots=entering,
-            count=np.int32(count),
-            prompt=prompt,
-            buffer=buffer,
-            prompt_len=np.int32(prompt_len),
-            limit=np.int32(group.limit),
-            given=given_until,
-            keys=keys,
-            policy=lower(group.params, self._capacity),
-        )
+        entering = {}
+        while self._free and group.pending:
+            slot = self._free.pop()
+            entering[slot] = group.pending.popleft()
+            self._resident[slot] = Resident(group, entering[slot], time.monotonic())
+        admission = group.admission(entering, self.geometry, self._lowered(group.params))
         self._state = self._programs.admit(self._state, self._staging.cache, np.int32(row), admission)
         if not group.pending:
             self._staging.leave(row)
@@ -321,6 +308,7 @@ class Engine:
             self._params,
             self._state,
             self._vocabulary,
+            self._grammars.tables,
             np.int32(self.policy_version),
             np.int32(max_steps),
             np.int32(min_active),
@@ -368,7 +356,7 @@ class Engine:
         """Scores for one pass and returns the groups that are complete with it."""
         assert self._scorer is not None
         complete = []
-        for (group, sample, began), scored in self._scorer.step(self._params, self._vocabulary):
+        for (group, sample, began), scored in self._scorer.step(self._params, self._vocabulary, self._grammars.tables):
             early = np.flatnonzero(scored.stop[:-1])
             last = group.finish(
                 sample,
@@ -387,12 +375,16 @@ class Engine:
     def _score_later(self, group: OpenGroup) -> None:
         if self._scorer is None:
             sizes = self.info.tokenizer_len, self.geometry.cache_len, self._capacity
-            self._scorer = Scorer(self._model, *sizes, self._params, self._vocabulary)
+            self._scorer = Scorer(self._model, *sizes, self._params, self._vocabulary, self._grammars.tables)
         for sample in group.pending:
-            known = KnownSequence(group.request.prompt_tokens, sample.given, group.params, group.limit)
+            states = self._grammars.states(group.params.grammar, sample.given)
+            known = KnownSequence(group.request.prompt_tokens, sample.given, group.params, group.limit, states)
             self._scorer.add(known, (group, sample, time.monotonic()))
 
     def _close(self, groups: Iterable[OpenGroup]) -> list[Group]:
-        closed = [group.closed() for group in groups]
+        closed = []
+        for group in groups:
+            self._grammars.release(group.params.grammar)
+            closed.append(group.closed())
         self._counts["groups"] += len(closed)
         return closed

@@ -20,12 +20,14 @@ from sampling.draw import Distribution, draw, log_kept_mass
 from sampling.engine import Engine
 from sampling.errors import ConfigError
 from sampling.explanation import Candidate, Explanation, RuleView, Share, StageView, Verdict
+from sampling.grammar import NO_STATE
+from sampling.grammar.tables import FREE, GrammarTables
 from sampling.keys import UNIFORM_BITS, uniforms
 from sampling.params import SamplingParams
 from sampling.policy import STAGES, Policy, lower, stack
 from sampling.state import StepState
 from sampling.stop_strings import StopStrings, find_stop
-from sampling.stopping import EndOfSequence, MaxLength, MaxNewTokens, StoppingRule, StopTokens
+from sampling.stopping import EndOfSequence, GrammarDone, MaxLength, MaxNewTokens, StoppingRule, StopTokens
 from sampling.transforms import Transform, apply
 from sampling.types import Request, StopReason
 from sampling.vocabulary import Vocabulary
@@ -79,7 +81,14 @@ def explain(
         vocab_size=vocab_size,
         limit=min([prompt.size + params.max_new_tokens, cache_len, *filter(None, [params.max_length])]),
     ).replace(keys=jnp.asarray(key, jnp.uint32).reshape(1, 2))
-    policy = stack([lower(params)])
+    automaton = engine.automaton(params)
+    policy = stack([lower(params, grammar_start=1 if automaton else FREE)])
+    policy = policy.bound(
+        vocabulary or Vocabulary.from_pieces([b"?"]), GrammarTables.of([automaton] if automaton else [], vocab_size)
+    )
+    if automaton:
+        state = automaton.states(completion[:place])[-1]
+        before = before.replace(automaton=jnp.full(1, state if state == NO_STATE else state + 1, jnp.int32))
     lens = _Lens(vocabulary, int(completion[place]), top)
 
     scores = without_padded_ids(logits, info.tokenizer_len)
@@ -89,7 +98,8 @@ def explain(
     on = [name for name in STAGES[params.order] if not off[name]]
     for name in on:
         earlier, scores = scores, _apply(policy.transforms[name], before, scores)
-        stages.append(lens.stage(name, _parameter(name), values[_parameter(name)], earlier, scores))
+        parameter = _parameter(name, params)
+        stages.append(lens.stage(name, parameter, values[parameter], earlier, scores))
 
     tokens = jnp.asarray(completion[place : place + 1])
     again = _draw(logits, scores, before, tokens)
@@ -103,6 +113,7 @@ def explain(
         model=lens.stage("model", None, None, logits, logits),
         stages=tuple(stages),
         num_off=len(policy.transforms) - len(on),
+        forced=bool(_forced(policy, before)[0]),
         without_effect=_without_effect(params, on),
         support=int(np.isfinite(scores).sum()),
         entropy=float(again.entropy[0]),
@@ -213,8 +224,13 @@ def _draw(logits: jax.Array, scores: jax.Array, state: StepState, tokens: jax.Ar
 
 
 @jax.jit
-def _commit(state: StepState, tokens: jax.Array) -> StepState:
-    return state.commit(tokens)
+def _forced(policy: Policy, state: StepState) -> jax.Array:
+    return policy.forced(state)
+
+
+@jax.jit
+def _commit(policy: Policy, state: StepState, tokens: jax.Array) -> StepState:
+    return policy.commit(state, tokens)
 
 
 @jax.jit
@@ -233,14 +249,20 @@ def _softmax(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     return final.probabilities(), final.masses.defined
 
 
-def _parameter(stage: str) -> str:
+def _parameter(stage: str, params: SamplingParams) -> str:
     """The parameter that a stage comes from."""
+    if stage == "grammar" and params.grammar:
+        return params.grammar.kind
     return "temperature" if stage == "greedy" else stage
 
 
 def _without_effect(params: SamplingParams, on: list[str]) -> dict[str, Any]:
     values, defaults = params.to_dict(), SamplingParams().to_dict()
-    off = [name for name in STAGES[params.order] if name in values and name not in map(_parameter, on)]
+    off = [
+        name
+        for name in STAGES[params.order]
+        if name in values and name not in [_parameter(stage, params) for stage in on]
+    ]
     return {name: values[name] for name in off if values[name] != defaults[name]}
 
 
@@ -270,8 +292,7 @@ def _stopping(
     cache_len: int,
 ) -> tuple[StopReason | None, tuple[RuleView, ...]]:
     """Why the row ends with a token, and what each rule that is set says of it."""
-    after = _commit(before, tokens)
-    policy = policy.bound(vocabulary or Vocabulary.from_pieces([b"?"]))
+    after = _commit(policy, before, tokens)
     code = int(_stop_codes(policy, before, after, tokens)[0])
     total = int(before.total()[0])
     full = total + 1 >= cache_len
@@ -309,10 +330,21 @@ def _rules(
             case StopStrings() if params.stop and vocabulary is not None:
                 history = np.asarray(after.buffer[0, : total + 1])
                 yield from _stop_strings(params.stop, history, held, vocabulary)
+            case GrammarDone() if params.grammar:
+                was, will_be = _state_in_words(rule, before), _state_in_words(rule, after)
+                yield RuleView(params.grammar.kind, params.grammar_end, was, will_be, verdict(rule))
             case MaxNewTokens():
                 yield RuleView("max_new_tokens", params.max_new_tokens, step, step + 1, verdict(rule))
             case MaxLength() if params.max_length:
                 yield RuleView("max_length", params.max_length, total, total + 1, verdict(rule))
+
+
+def _state_in_words(rule: GrammarDone, row: StepState) -> str:
+    """The state of a row's automaton, numbered from 0, and whether the text is complete there."""
+    state = int(row.automaton[0])
+    if state == NO_STATE or rule.tables is None:
+        return "outside"
+    return f"state {state - 1}{', complete' if bool(rule.tables.accepts(row.automaton)[0]) else ''}"
 
 
 def _stop_strings(

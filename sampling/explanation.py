@@ -108,6 +108,7 @@ class Explanation:
         model: the model's own scores.
         stages: after every stage that is on, in the row's order.
         num_off: stages that are off.
+        forced: a stage forced the token, so that it is not drawn.
         without_effect: parameters that are set although their stage is off, with their values: what keeps the best
             token cannot matter to a greedy row, say.
         support: ids left to draw from.
@@ -132,6 +133,7 @@ class Explanation:
     model: StageView
     stages: tuple[StageView, ...]
     num_off: int
+    forced: bool
     without_effect: dict[str, Any]
     support: int
     entropy: float

@@ -9,10 +9,12 @@ import numpy as np
 
 from sampling.checkpoints import CheckpointInfo, load_backend
 from sampling.errors import CheckpointError, ConfigError, PromptError
+from sampling.grammar import GrammarCache, TokenAutomaton
+from sampling.grammar.demands import refuse_contradictions
 from sampling.params import SamplingParams
 from sampling.policy import resolved
 from sampling.types import Request
-from sampling.vocabulary import Vocabulary
+from sampling.vocabulary import Vocabulary, control_tokens
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +30,11 @@ class Intake:
     def __init__(self, info: CheckpointInfo, cache_len: int) -> None:
         self._info, self._cache_len = info, cache_len
         self._tokenizer: Any = None
+        self._grammars: GrammarCache | None = None
         try:
             self._tokenizer = load_backend(info)
         except CheckpointError as error:
-            log.warning("no tokenizer, so stop strings and bad words as text are refused: %s", error)
+            log.warning("no tokenizer, so stop strings, bad words as text and grammars are refused: %s", error)
 
     def vocabulary(self) -> Vocabulary | None:
         """The tokens' bytes; None without a tokenizer."""
@@ -42,7 +45,8 @@ class Intake:
 
         Raises:
             PromptError: the prompt leaves no room in the cache, or holds an id that is no token.
-            ConfigError: a parameter names an id that is no token, or a text where there is no tokenizer.
+            ConfigError: a parameter names an id that is no token, or a text where there is no tokenizer; or a grammar
+                cannot be used, or contradicts another parameter.
         """
         self._require_room(request)
         self._require_tokens(request)
@@ -56,7 +60,26 @@ class Intake:
                 f" got {params.max_length}"
             )
         params.require_tokens(self._info.tokenizer_len, where)
+        if (automaton := self.automaton(params, where)) is not None:
+            refuse_contradictions(params, automaton, request.prompt_tokens.size, where)
         return params
+
+    def automaton(self, params: SamplingParams, where: str = "sampling") -> TokenAutomaton | None:
+        """The parameters' grammar over the checkpoint's tokens; None if they have none.
+
+        Args:
+            where: begins the message of an error.
+        Raises:
+            ConfigError: the grammar cannot be used, or there is no tokenizer.
+        """
+        if params.grammar is None:
+            return None
+        where = f"{where}.{params.grammar.kind}"
+        if self._grammars is None:
+            if (vocabulary := self.vocabulary()) is None:
+                raise ConfigError(f"{where}: {self._info.name} has no tokenizer, and a grammar speaks of text")
+            self._grammars = GrammarCache(vocabulary, control_tokens(self._tokenizer))
+        return self._grammars.automaton(params.grammar, where)
 
     def _require_room(self, request: Request) -> None:
         size, longest = request.prompt_tokens.size, max(given.size for given in request.given)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
 
-from sampling.decode import TokenRecord
+from sampling.decode import Admission, TokenRecord
+from sampling.grammar import TokenAutomaton
 from sampling.params import SamplingParams
+from sampling.policy import Policy
 from sampling.state import NO_TOKEN
-from sampling.types import Completion, Group, Request, StopReason
+from sampling.types import Completion, Geometry, Group, Request, StopReason
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class OpenGroup:
         params: its parameters as they take effect.
         limit: total length at which a row's budget ends.
         submitted: when it came, by time.monotonic().
+        automaton: of its grammar.
         pending: samples that nobody has begun.
         finished: completions by sample index.
     """
@@ -41,16 +45,52 @@ class OpenGroup:
     params: SamplingParams
     limit: int
     submitted: float
+    automaton: TokenAutomaton | None
     pending: deque[Sample]
     finished: dict[int, Completion] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, request: Request, params: SamplingParams, cache_len: int) -> Self:
+    def of(
+        cls, request: Request, params: SamplingParams, cache_len: int, automaton: TokenAutomaton | None = None
+    ) -> Self:
         """A request that has just come."""
         samples = zip(request.sample_indices, request.given, request.keys, strict=True)
         ends = [size for size in (params.max_length, cache_len) if size]
         limit = min(request.prompt_tokens.size + params.max_new_tokens, *ends)
-        return cls(request, params, limit, time.monotonic(), deque(Sample(*sample) for sample in samples))
+        pending = deque(Sample(*sample) for sample in samples)
+        return cls(request, params, limit, time.monotonic(), automaton, pending)
+
+    def admission(self, entering: Mapping[int, Sample], geometry: Geometry, policy: Policy) -> Admission:
+        """What the program of that name needs to fill slots with samples.
+
+        Args:
+            entering: samples by slot.
+            geometry: of the engine.
+            policy: of the group, lowered.
+        """
+        slots = np.zeros(geometry.slots, np.int32)
+        slots[: len(entering)] = list(entering)
+        prompt_len = self.request.prompt_tokens.size
+        prompt = np.zeros(geometry.cache_len, np.int32)
+        prompt[:prompt_len] = self.request.prompt_tokens
+        buffer = np.tile(prompt, (geometry.slots, 1))
+        given = np.full(geometry.slots, prompt_len, np.int32)
+        keys = np.zeros((geometry.slots, 2), np.uint32)
+        for slot, sample in entering.items():
+            given[slot] += sample.given.size
+            buffer[slot, prompt_len : given[slot]] = sample.given
+            keys[slot] = sample.key
+        return Admission(
+            slots=slots,
+            count=np.int32(len(entering)),
+            prompt=prompt,
+            buffer=buffer,
+            prompt_len=np.int32(prompt_len),
+            limit=np.int32(self.limit),
+            given=given,
+            keys=keys,
+            policy=policy,
+        )
 
     def finish(
         self,
@@ -84,6 +124,7 @@ class OpenGroup:
             log_kept_mass=np.asarray(record.log_kept_mass),
             entropy=np.asarray(record.entropy),
             policy_versions=versions,
+            forced=np.flatnonzero(record.forced).astype(np.int32),
             support_sizes=np.asarray(np.sum(support != NO_TOKEN, axis=-1, dtype=np.int32)),
             support_ids=support[support != NO_TOKEN],
             ended_at=ended_at,
@@ -92,8 +133,15 @@ class OpenGroup:
             stop_reason=StopReason.from_code(stop_code),
             wait_s=begun - self.submitted,
             decode_s=time.monotonic() - begun,
+            left_grammar_at=self._left_grammar_at(tokens) if sample.given.size else None,
         )
         return len(self.finished) == len(self.request.sample_indices)
+
+    def _left_grammar_at(self, tokens: np.ndarray) -> int | None:
+        params = self.params
+        if self.automaton is None:
+            return None
+        return self.automaton.left_at(tokens.tolist(), params.eos_token_ids, params.stop_token_ids)
 
     def closed(self) -> Group:
         """The group, once all its samples are finished."""

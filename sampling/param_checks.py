@@ -5,6 +5,7 @@ Raises of every check: ConfigError, which names the field, what was expected and
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
 from collections.abc import Callable, Mapping
@@ -14,6 +15,9 @@ from sampling.errors import ConfigError
 
 ORDERS = {"transformers": 1, "reference": 1, "vllm": 1}
 """Named orders of the chain (sampling.policy), with the version of each; both are recorded with every completion."""
+
+GRAMMAR_ENDS = ("done", "accepted", "eos")
+"""When a grammar ends a row by itself: once nothing may follow; as soon as the text is complete; never."""
 
 FLOAT32_RANGE = (1e-37, 3e38)
 """Sizes of numbers that are neither 0 nor infinite in the compiled programs, which divide by some of them."""
@@ -155,3 +159,40 @@ def order(name: str, value: Any) -> str:
 
 def penalty(name: str, value: Any) -> float:
     return real(lambda v: v >= FLOAT32_RANGE[0], "a finite number > 0; 1 is off")(name, value)
+
+
+def marker(name: str, value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, str) and value:
+        return value
+    return () if isinstance(value, (list, tuple)) and not value else _sequence(name, value)
+
+
+def grammar_end(name: str, value: Any) -> str:
+    if value not in GRAMMAR_ENDS:
+        raise ConfigError(f"{name}: expected one of {', '.join(GRAMMAR_ENDS)}, got {short(value)}")
+    return value
+
+
+def regex(name: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"{name}: expected a regular expression or None, got {short(value)}")
+    return value
+
+
+def json_schema(name: str, value: Any) -> str | None:
+    """The schema as JSON text, its keys in the order in which they came."""
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        text = None if value is None else json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: expected a JSON schema, got {short(value)}: {error}") from error
+    if value is not None and not isinstance(schema, Mapping):
+        raise ConfigError(f"{name}: expected a JSON schema, a mapping with its type, got {short(value)}")
+    return text
+
+
+def choices(name: str, value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else value
+    if not hasattr(texts, "__iter__") or not all(isinstance(text, str) and text for text in texts):
+        raise ConfigError(f"{name}: expected a list of texts, none of them empty, got {short(value)}")
+    return tuple(dict.fromkeys(texts))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sampling import param_checks as checks
 from sampling.errors import ConfigError
+from sampling.grammar import Grammar, GrammarKind
 from sampling.param_checks import BANNED, ORDERS
 
 
@@ -55,6 +57,15 @@ class SamplingParams:
         forced_bos: id forced after a prompt of one token; None is off.
         forced_eos: ids of which one is forced as the last token of the budget; empty is off.
         exponential_decay_length_penalty: (start, factor): after `start` tokens the end-of-sequence score grows.
+    Thinking (docs/policies.md):
+        thinking_budget: force `thinking_end` after this many tokens behind `thinking_start`, at least 0; None is off.
+        thinking_start, thinking_end: the markers, each a list of token ids, or a text that is encoded by itself.
+    Grammar, one at most (docs/grammars.md):
+        regex: the completion's text matches this pattern of Python's `re` from end to end; None is off.
+        json_schema: it is JSON that this schema accepts: a mapping, or JSON text; None is off.
+        choices: it is one of these texts; empty is off.
+        grammar_end: "done" ends the row once nothing may follow, "accepted" as soon as its text is complete, "eos" not
+            at all: it goes on until it draws an end-of-sequence id.
     Scores:
         remove_invalid_values: repair NaN and infinities instead of ending the row as undefined.
         renormalize: scores leave the filters as log-probabilities.
@@ -99,6 +110,13 @@ class SamplingParams:
     forced_bos: int | None = None
     forced_eos: Any = ()
     exponential_decay_length_penalty: Any = None
+    thinking_budget: int | None = None
+    thinking_start: Any = ()
+    thinking_end: Any = ()
+    regex: str | None = None
+    json_schema: Any = None
+    choices: Any = ()
+    grammar_end: str = "done"
     remove_invalid_values: bool = False
     renormalize: bool = False
     n: int = 1
@@ -122,6 +140,17 @@ class SamplingParams:
         """All ids that end the completion."""
         return tuple(sorted({*self.eos_token_ids, *self.stop_token_ids}))
 
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the completion's text has to be; None if it may be anything."""
+        if self.regex is not None:
+            return Grammar(GrammarKind.REGEX, self.regex)
+        if self.json_schema is not None:
+            return Grammar(GrammarKind.JSON_SCHEMA, self.json_schema)
+        if self.choices:
+            return Grammar(GrammarKind.CHOICES, json.dumps(self.choices, ensure_ascii=False))
+        return None
+
     def token_ids(self) -> dict[str, tuple[int, ...]]:
         """Every token id that a parameter names, by the parameter."""
         words = [word for word in self.bad_words if not isinstance(word, str)]
@@ -132,6 +161,8 @@ class SamplingParams:
             "forced_bos": () if self.forced_bos is None else (self.forced_bos,),
             **{name: getattr(self, name) for name, check in _CHECKS.items() if check is checks.token_ids},
             "forced_eos": self.forced_eos,
+            "thinking_start": _known_ids(self.thinking_start),
+            "thinking_end": _known_ids(self.thinking_end),
         }
 
     def require_tokens(self, known: int, where: str) -> None:
@@ -154,12 +185,22 @@ class SamplingParams:
         Raises:
             ConfigError: a name is no field, or a value is out of range.
         """
-        for name in changes:
+        self.check(changes)
+        return dataclasses.replace(self, **changes)
+
+    @staticmethod
+    def check(values: Mapping[str, Any]) -> None:
+        """Refuses what no parameters could hold, whatever the rest of them is.
+
+        Raises:
+            ConfigError: a name is no field, or a value is out of range.
+        """
+        for name, value in values.items():
             if name not in _CHECKS:
                 near = difflib.get_close_matches(name, _CHECKS, n=2, cutoff=0.5)
                 hint = f"did you mean {' or '.join(near)}? " if near else ""
                 raise ConfigError(f"sampling.{name}: no such parameter; {hint}known are {', '.join(_CHECKS)}")
-        return dataclasses.replace(self, **changes)
+            _CHECKS[name](f"sampling.{name}", value)
 
     def to_dict(self) -> dict[str, Any]:
         """Every parameter as plain values, with the version of the order; `from_dict` reads it back."""
@@ -219,6 +260,13 @@ _CHECKS: dict[str, checks.Check] = {
     "forced_bos": checks.whole(0, "None (off) or a token id", optional=True),
     "forced_eos": lambda name, value: checks.token_ids(name, (value,) if isinstance(value, int) else value),
     "exponential_decay_length_penalty": checks.decay,
+    "thinking_budget": checks.whole(0, "None (off) or at least 0", optional=True),
+    "thinking_start": checks.marker,
+    "thinking_end": checks.marker,
+    "regex": checks.regex,
+    "json_schema": checks.json_schema,
+    "choices": checks.choices,
+    "grammar_end": checks.grammar_end,
     "remove_invalid_values": checks.flag,
     "renormalize": checks.flag,
     "n": checks.whole(1, "at least 1"),
@@ -241,6 +289,15 @@ def _refuse_contradictions(params: SamplingParams) -> None:
         refuse("min_new_tokens", "max_new_tokens", "the minimum is above the maximum")
     if params.max_length is not None and params.min_length > params.max_length:
         refuse("min_length", "max_length", "the minimum is above the maximum")
+    grammars = [name for name in ("regex", "json_schema", "choices") if getattr(params, name) not in (None, ())]
+    if len(grammars) > 1:
+        refuse(grammars[0], grammars[1], "a row follows one grammar; write both into one")
+    _refuse_markers(params, refuse)
+    for name in ("forced_bos", "forced_eos", "thinking_budget"):
+        if params.grammar and getattr(params, name) not in (None, ()):
+            refuse(name, grammars[0], "a token is forced or follows a grammar, not both")
+    if params.grammar and params.grammar_end == "eos" and params.ignore_eos:
+        refuse("grammar_end", "ignore_eos", "the row waits for an end-of-sequence id and ignores them")
     banned = {
         "suppress_tokens": set(params.suppress_tokens),
         "bad_words": {word[0] for word in params.bad_words if not isinstance(word, str) and len(word) == 1},
@@ -262,6 +319,26 @@ def _refuse_contradictions(params: SamplingParams) -> None:
             if not needed <= set(params.allowed_token_ids):
                 missing = min(needed - set(params.allowed_token_ids))
                 refuse(want, "allowed_token_ids", f"token {missing} is wanted and not allowed")
+
+
+def _refuse_markers(params: SamplingParams, refuse: Callable[[str, str, str], None]) -> None:
+    """Raises ConfigError for a budget whose markers are missing or could never do their work."""
+    if params.thinking_budget is None:
+        return
+    for name in ("thinking_start", "thinking_end"):
+        if not getattr(params, name):
+            refuse("thinking_budget", name, "thinking has a beginning and an end")
+    start, end = _known_ids(params.thinking_start), _known_ids(params.thinking_end)
+    if end and any(start[i : i + len(end)] == end for i in range(len(start))):
+        refuse("thinking_start", "thinking_end", "what begins to think would end it")
+    for name in ("eos_token_ids", "stop_token_ids"):
+        if set(end) & set(getattr(params, name)):
+            refuse("thinking_end", name, f"token {min(set(end) & set(getattr(params, name)))} would end the row")
+
+
+def _known_ids(marker: Any) -> tuple[int, ...]:
+    """The ids of a marker; none while it is a text."""
+    return () if isinstance(marker, str) else marker
 
 
 def _plain(value: Any) -> Any:

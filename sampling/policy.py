@@ -7,6 +7,7 @@ apply is a number too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -17,11 +18,13 @@ from jax.typing import ArrayLike
 
 from sampling.capacity import Capacity
 from sampling.errors import ConfigError
+from sampling.grammar.tables import FREE, GrammarTables
+from sampling.param_checks import GRAMMAR_ENDS
 from sampling.params import BANNED, ORDERS, SamplingParams
 from sampling.pytrees import Node
 from sampling.state import NO_TOKEN, StepState
 from sampling.stop_strings import StopStrings, encode_stop_strings
-from sampling.stopping import EndOfSequence, MaxLength, MaxNewTokens, StoppingRule, StopTokens
+from sampling.stopping import EndOfSequence, GrammarDone, MaxLength, MaxNewTokens, StoppingRule, StopTokens
 from sampling.support import RecordedSupport
 from sampling.transforms import (
     AllowedTokens,
@@ -32,6 +35,7 @@ from sampling.transforms import (
     ForcedBOS,
     ForcedEOS,
     FrequencyPenalty,
+    GrammarMask,
     Greedy,
     LogitBias,
     MinLength,
@@ -47,6 +51,7 @@ from sampling.transforms import (
     SequenceBias,
     SuppressTokens,
     Temperature,
+    ThinkingBudget,
     TopH,
     TopK,
     TopP,
@@ -62,21 +67,22 @@ STAGES = {
         "sequence_bias logit_bias prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty"
         " no_repeat_ngram_size prompt_no_repeat_ngram_size bad_words min_length min_new_tokens forced_bos forced_eos"
         " remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"
-        " allowed_token_ids temperature top_h top_k top_p min_p typical_p epsilon_cutoff eta_cutoff renormalize greedy"
+        " allowed_token_ids thinking_budget grammar temperature top_h top_k top_p min_p typical_p epsilon_cutoff"
+        " eta_cutoff renormalize greedy"
     ).split(),
     "reference": (
         "remove_invalid_values allowed_token_ids suppress_tokens begin_suppress_tokens min_length min_new_tokens"
-        " forced_bos forced_eos bad_words no_repeat_ngram_size prompt_no_repeat_ngram_size sequence_bias logit_bias"
-        " prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty"
-        " exponential_decay_length_penalty temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff"
-        " renormalize greedy"
+        " grammar forced_bos forced_eos bad_words no_repeat_ngram_size prompt_no_repeat_ngram_size sequence_bias"
+        " logit_bias prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty"
+        " exponential_decay_length_penalty thinking_budget temperature top_k top_p min_p top_h typical_p epsilon_cutoff"
+        " eta_cutoff renormalize greedy"
     ).split(),
     "vllm": (
-        "remove_invalid_values allowed_token_ids bad_words min_length min_new_tokens logit_bias sequence_bias"
-        " prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty no_repeat_ngram_size"
-        " prompt_no_repeat_ngram_size forced_bos forced_eos exponential_decay_length_penalty suppress_tokens"
-        " begin_suppress_tokens temperature min_p top_k top_p top_h typical_p epsilon_cutoff eta_cutoff renormalize"
-        " greedy"
+        "remove_invalid_values grammar allowed_token_ids bad_words min_length min_new_tokens logit_bias"
+        " sequence_bias prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty"
+        " no_repeat_ngram_size prompt_no_repeat_ngram_size forced_bos forced_eos exponential_decay_length_penalty"
+        " suppress_tokens begin_suppress_tokens thinking_budget temperature min_p top_k top_p top_h typical_p"
+        " epsilon_cutoff eta_cutoff renormalize greedy"
     ).split(),
 }
 """The stages of each order, first to last, named by the parameter that they come from.
@@ -123,42 +129,87 @@ class Policy(Node):
         """bool [rows]: rows whose scores are the model's own, no stage changing anything and no support asked for."""
         return neutral_rows(self.transforms.values(), state) & ~(self.support.wanted() & state.active)
 
+    def forced(self, state: StepState) -> jax.Array:
+        """bool [rows]: active rows whose next token a stage forces, so that it is not drawn."""
+        kinds = (ForcedBOS, ForcedEOS, ThinkingBudget)
+        stages = [stage for stage in self.transforms.values() if isinstance(stage, kinds)]
+
+        def any_forces() -> jax.Array:
+            return functools.reduce(jnp.logical_or, [stage.forces(state) for stage in stages]) & state.active
+
+        none = jnp.zeros_like(state.active)
+        return jax.lax.cond(jnp.all(neutral_rows(stages, state)), lambda: none, any_forces)
+
     def stop_codes(self, before: StepState, after: StepState, tokens: jax.Array) -> jax.Array:
         """Why each row ends with the token just committed: StopReason.code, int32 [rows]; 0 if it goes on."""
-        held = jnp.zeros(tokens.shape, bool)
-        for stage in self.transforms.values():
-            held = held | stage.holds_back(before) if isinstance(stage, (MinLength, MinNewTokens)) else held
+        minima = [stage for stage in self.transforms.values() if isinstance(stage, (MinLength, MinNewTokens))]
+
+        def held(state: StepState) -> jax.Array:
+            return functools.reduce(jnp.logical_or, [stage.holds_back(state) for stage in minima], jnp.asarray(False))
+
         code = jnp.zeros(tokens.shape, jnp.int32)
         for rule in self.stopping:
             ends = rule(after, tokens)
             # Ids are held back through their scores; a string is overlooked until it may end the row.
-            ends = ends & ~held if isinstance(rule, StopStrings) else ends
+            # A text counts the token that completes it.
+            if isinstance(rule, StopStrings):
+                ends = ends & ~held(before)
+            elif isinstance(rule, GrammarDone):
+                ends = ends & (~held(after) | rule.must_end(after))
             code = jnp.where((code == 0) & ends, rule.reason.code, code)
         return code
 
-    def bound(self, vocabulary: Vocabulary) -> Policy:
-        """The policy with its stop strings bound to the bytes of the engine's tokens."""
-        rules = tuple(
-            rule.replace(vocabulary=vocabulary) if isinstance(rule, StopStrings) else rule for rule in self.stopping
-        )
-        return self.replace(stopping=rules)
+    @property
+    def grammar(self) -> GrammarMask:
+        """The stage that holds rows to their grammars."""
+        stage = self.transforms["grammar"]
+        assert isinstance(stage, GrammarMask)
+        return stage
+
+    def commit(self, state: StepState, tokens: jax.Array) -> StepState:
+        """The state with one more token in every active row, their automata advanced by it; tokens int32 [rows]."""
+        after, tables = state.commit(tokens), self.grammar.tables
+        if tables is None:
+            return after
+        return after.replace(automaton=jnp.where(state.active, tables.step(state.automaton, tokens), state.automaton))
+
+    def bound(self, vocabulary: Vocabulary, tables: GrammarTables) -> Policy:
+        """The policy with its rules bound to the bytes of the engine's tokens and to the tables of its grammars."""
+
+        def bind(rule: StoppingRule) -> StoppingRule:
+            match rule:
+                case StopStrings():
+                    return rule.replace(vocabulary=vocabulary)
+                case GrammarDone():
+                    return rule.replace(tables=tables)
+            return rule
+
+        mask = self.grammar.replace(tables=tables)
+        return self.replace(transforms={**self.transforms, "grammar": mask}, stopping=tuple(map(bind, self.stopping)))
 
 
-def lower(params: SamplingParams, capacity: Capacity | None = None) -> Policy:
+def lower(params: SamplingParams, capacity: Capacity | None = None, grammar_start: int = FREE) -> Policy:
     """The policy of one row, with NumPy leaves.
 
     Args:
         params: what the user asked for, as `resolved` leaves it: end-of-sequence ids joined, texts turned into ids.
         capacity: sizes of the tables; by default just what the parameters need.
+        grammar_start: where the grammar of the parameters begins in the tables that the policy will be bound to.
     Raises:
-        ConfigError: a table is too small, or a bad word is still a text.
+        ConfigError: a table is too small, a bad word or a marker is still a text, or there is a grammar and no start,
+            or the other way round.
     """
     needed = Capacity.needed(params)
     capacity = capacity or Capacity().grown_for(needed)
     if capacity.grown_for(needed) != capacity:
         raise ConfigError(f"expected a capacity of at least {needed}, got {capacity}")
-    if any(isinstance(word, str) for word in params.bad_words):
-        raise ConfigError(f"sampling.bad_words: expected token ids by now, got texts: {params.bad_words!r}")
+    for name in ("bad_words", "thinking_start", "thinking_end"):
+        value = getattr(params, name)
+        if isinstance(value, str) or any(isinstance(part, str) for part in value):
+            raise ConfigError(f"sampling.{name}: expected token ids by now, got text: {value!r}")
+
+    if (params.grammar is None) != (grammar_start == FREE):
+        raise ConfigError(f"expected a place in the tables for the grammar {params.grammar}, got {grammar_start}")
 
     ends = _ids(params.end_token_ids, 2 * capacity.end_ids)
     start, factor = params.exponential_decay_length_penalty or (0, 1.0)
@@ -189,6 +240,16 @@ def lower(params: SamplingParams, capacity: Capacity | None = None) -> Policy:
             _ids(params.begin_suppress_tokens, capacity.suppressed), np.int32(0)
         ),
         "allowed_token_ids": AllowedTokens(_ids(params.allowed_token_ids, capacity.allowed)),
+        "thinking_budget": ThinkingBudget(
+            np.int32(-1 if params.thinking_budget is None else params.thinking_budget),
+            _ids(params.thinking_start, capacity.marker_len),
+            _ids(params.thinking_end, capacity.marker_len),
+        ),
+        "grammar": GrammarMask(
+            np.int32(grammar_start),
+            _ids(params.eos_token_ids, capacity.end_ids),
+            _ids(params.stop_token_ids, capacity.end_ids),
+        ),
         "temperature": Temperature(np.float32(1.0 if params.greedy else params.temperature)),
         "top_h": TopH(np.float32(params.top_h or 0.0)),
         "top_k": TopK(np.int32(min(params.top_k or 0, np.iinfo(np.int32).max))),
@@ -207,6 +268,7 @@ def lower(params: SamplingParams, capacity: Capacity | None = None) -> Policy:
         EndOfSequence(_ids(params.eos_token_ids, capacity.end_ids)),
         StopTokens(_ids(params.stop_token_ids, capacity.end_ids)),
         StopStrings(*encode_stop_strings(params.stop, capacity.stop_strings, capacity.stop_bytes)),
+        GrammarDone(np.int32(GRAMMAR_ENDS.index(params.grammar_end))),
         MaxNewTokens(np.int32(params.max_new_tokens)),
         MaxLength(np.int32(params.max_length or np.iinfo(np.int32).max)),
     )
@@ -240,22 +302,28 @@ def resolved(
 
     Args:
         eos_token_ids: end-of-sequence ids of the checkpoint, which join the request's own unless it ignores them.
-        encode: text to token ids, without special tokens, for bad words given as text; each stands for itself and for
-            its form after a space.
+        encode: text to token ids, without adding special tokens, for markers and bad words given as text; each of the
+            latter stands for itself and for its form after a space.
     Raises:
-        ConfigError: a bad word is a text and there is no `encode`.
+        ConfigError: there is a text and no `encode`; or a marker's ids contradict another parameter.
     """
+
+    def encoded(name: str, text: str) -> tuple[int, ...]:
+        if encode is None:
+            raise ConfigError(f"sampling.{name}: {text!r} is a text and there is no tokenizer; give its token ids")
+        return tuple(encode(text))
+
     eos = () if params.ignore_eos else (*eos_token_ids, *params.eos_token_ids)
     words: list[tuple[int, ...]] = []
     for word in params.bad_words:
         if not isinstance(word, str):
             words.append(word)
-        elif encode is None:
-            raise ConfigError(f"sampling.bad_words: {word!r} is a text and there is no tokenizer; give its token ids")
         else:
             text = word.lstrip()
-            words += [tuple(encode(text)), tuple(encode(f" {text}"))]
-    return params.replace(eos_token_ids=eos, bad_words=words)
+            words += [encoded("bad_words", text), encoded("bad_words", f" {text}")]
+    markers = {name: getattr(params, name) for name in ("thinking_start", "thinking_end")}
+    ids = {name: encoded(name, marker) if isinstance(marker, str) else marker for name, marker in markers.items()}
+    return params.replace(eos_token_ids=eos, bad_words=words, **ids)
 
 
 def _ids(tokens: Sequence[int], places: int) -> np.ndarray:

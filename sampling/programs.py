@@ -5,20 +5,22 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sampling.capacity import Capacity
 from sampling.decode import Admission, EngineState, TokenRecord, admit, decode, prefill
+from sampling.grammar.tables import FREE, GrammarTables
 from sampling.lanes import Lanes, lane_shape
 from sampling.models import KVCache, Transformer
 from sampling.params import SamplingParams
-from sampling.policy import lower, stack
-from sampling.state import StepState
+from sampling.policy import Policy, lower, stack
+from sampling.state import NO_TOKEN, StepState
 from sampling.types import Geometry
 from sampling.vocabulary import Vocabulary
 from sampling.widths import agreeing, compiler_options, decode_widths
@@ -47,9 +49,9 @@ class Programs:
         """Slots of the next smaller one; 0 if there is none."""
         return max((narrower for narrower in self.decode if narrower < width), default=0)
 
-    def checked(self, empty: Callable[[], EngineState], params: Any, vocabulary: Vocabulary) -> Programs:
+    def checked(self, empty: Callable[[], EngineState], params: Any, *others: Any) -> Programs:
         """Less the narrow ones that this machine's products do not serve; arguments as `widths.agreeing` takes them."""
-        return dataclasses.replace(self, decode=agreeing(self.decode, empty, params, vocabulary))
+        return dataclasses.replace(self, decode=agreeing(self.decode, empty, params, *others))
 
 
 def compile_programs(
@@ -70,6 +72,8 @@ def compile_programs(
         earlier: programs of the same engine for another capacity.
     """
     params, vocabulary = _shapes(params), _shapes(vocabulary)
+    sizes = capacity.grammars, capacity.grammar_states, capacity.grammar_cells
+    grammars = _shapes(GrammarTables.empty(model.config.vocab_size, *sizes))
     state = jax.eval_shape(partial(empty_state, model, geometry, capacity))
     staging = jax.eval_shape(partial(empty_staging, model, geometry))
     num_lanes, lane_len = lane_shape(geometry.prefill_chunk)
@@ -97,7 +101,8 @@ def compile_programs(
     def decoding(width: int) -> Callable[..., Any]:
         some = () if width == geometry.slots else (jax.ShapeDtypeStruct((width,), jnp.int32),)
         program = partial(decode, model, tokenizer_len)
-        return compiled(program, 1, params, state, vocabulary, one, one, one, *some, options=compiler_options())
+        arguments = params, state, vocabulary, grammars, one, one, one
+        return compiled(program, 1, *arguments, *some, options=compiler_options())
 
     widths = earlier.decode if earlier else decode_widths(geometry.slots)
 
@@ -145,9 +150,29 @@ def empty_state(model: Transformer, geometry: Geometry, capacity: Capacity) -> E
             model_logprobs=column(jnp.float32),
             log_kept_mass=column(jnp.float32),
             entropy=column(jnp.float32),
+            forced=column(bool),
             support=column(jnp.int32, capacity.support),
         ),
         policy_versions=column(jnp.int32),
+    )
+
+
+def rearranged(
+    state: EngineState, policies: Sequence[Policy], capacity: Capacity, moved: dict[int, int]
+) -> EngineState:
+    """The state with its rows' policies lowered anew, for another capacity or another order of the grammars.
+
+    Args:
+        policies: one for each slot.
+        moved: new numbers of the grammars' states.
+    """
+    more = capacity.support - state.record.support.shape[-1]
+    support = jnp.pad(state.record.support, ((0, 0), (0, 0), (0, more)), constant_values=NO_TOKEN)
+    automaton = [moved.get(one, min(one, FREE)) for one in np.asarray(state.rows.automaton).tolist()]
+    return state.replace(
+        rows=state.rows.replace(automaton=jnp.asarray(automaton, jnp.int32)),
+        policy=jax.device_put(stack(policies)),
+        record=state.record.replace(support=support),
     )
 
 

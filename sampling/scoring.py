@@ -23,6 +23,7 @@ from flax import struct
 
 from sampling.capacity import Capacity
 from sampling.decode import TokenRecord, choose
+from sampling.grammar.tables import GrammarTables
 from sampling.lanes import Lanes, lane_shape, read_lanes
 from sampling.models import KVCache, Transformer
 from sampling.params import SamplingParams
@@ -54,6 +55,7 @@ class Pass(struct.PyTreeNode):
         buffer: int32 [rows, cache_len], prompts and completions.
         prompt_len, length, limit: int32 [rows]; length of both together; total length at which the budget ends.
         policy: leaves [rows, ...].
+        automaton: int32 [rows, cache_len], the state of the row's grammar before the token at each place.
     """
 
     lanes: Lanes
@@ -62,6 +64,7 @@ class Pass(struct.PyTreeNode):
     length: Any
     limit: Any
     policy: Policy
+    automaton: Any
 
 
 class Scored(struct.PyTreeNode):
@@ -84,12 +87,14 @@ class KnownSequence:
         prompt_tokens, completion_tokens: int32 [prompt_len], [completion_len], at least one token each.
         params: the policy, as `resolved` leaves it.
         limit: total length at which its budget ends.
+        automaton: int32 [completion_len + 1], the states of its grammar before the first token and after each.
     """
 
     prompt_tokens: np.ndarray
     completion_tokens: np.ndarray
     params: SamplingParams
     limit: int
+    automaton: np.ndarray
 
 
 @dataclass
@@ -111,7 +116,7 @@ class Scorer:
     """Scores sequences with one set of weights. Compiles two programs when it is made, and none afterwards.
 
     Args:
-        model, tokenizer_len, params, vocabulary: those of the engine.
+        model, tokenizer_len, params, vocabulary, grammars: those of the engine.
         cache_len: tokens of the longest sequence.
         capacity: sizes of the policies' tables.
     """
@@ -124,6 +129,7 @@ class Scorer:
         capacity: Capacity,
         params: Any,
         vocabulary: Vocabulary,
+        grammars: GrammarTables,
     ) -> None:
         self._cache_len, self._capacity = cache_len, capacity
         self._empty_cache = partial(KVCache.empty, model.config, ROWS, cache_len, model.dtype)
@@ -134,7 +140,7 @@ class Scorer:
         one = jax.ShapeDtypeStruct((), jnp.int32)
         program = partial(score_pass, model, tokenizer_len)
         with jax.default_matmul_precision(model.matmul_precision):
-            scoring = jax.jit(program, donate_argnums=1).lower(params, self._cache, vocabulary, self._work())
+            scoring = jax.jit(program, donate_argnums=1).lower(params, self._cache, vocabulary, grammars, self._work())
             self._pass = scoring.compile()
         self._fork = jax.jit(KVCache.fork, donate_argnums=0).lower(self._cache, one, one, one).compile()
 
@@ -165,11 +171,11 @@ class Scorer:
         self._waiting.extendleft((reading.sequence, reading.tag) for reading in reversed(begun))
         self._rows = [None] * ROWS
 
-    def step(self, params: Any, vocabulary: Vocabulary) -> list[tuple[Any, Scored]]:
+    def step(self, params: Any, vocabulary: Vocabulary, grammars: GrammarTables) -> list[tuple[Any, Scored]]:
         """One pass; returns what it finished: tags and scores, leaves NumPy [completion_len, ...]."""
         self._seat_waiting()
         work = self._work()
-        self._cache, scored = self._pass(params, self._cache, vocabulary, work)
+        self._cache, scored = self._pass(params, self._cache, vocabulary, grammars, work)
         scored, lanes = jax.device_get(scored), work.lanes
         readers = [self._reading(row) for row in lanes.row[lanes.begin < lanes.end]]
         for lane, reading in enumerate(readers):
@@ -203,7 +209,7 @@ class Scorer:
             source, count = (ready[0], known) if ready else (target, 0)
             self._cache = self._fork(self._cache, np.int32(source), np.int32(target), np.int32(count))
             tokens = np.concatenate([sequence.prompt_tokens, sequence.completion_tokens])
-            policy = lower(sequence.params, self._capacity)
+            policy = lower(sequence.params, self._capacity, int(sequence.automaton[0]))
             self._rows[target] = _Reading(sequence, tag, tokens, policy, range(count, tokens.size - 1), [])
             self._waiting.popleft()
 
@@ -218,6 +224,7 @@ class Scorer:
     def _work(self) -> Pass:
         """The next pass."""
         buffer = np.zeros((ROWS, self._cache_len), np.int32)
+        automaton = np.zeros((ROWS, self._cache_len), np.int32)
         prompt_len, length, limit = np.zeros((3, ROWS), np.int32)
         policies = [self._neutral] * ROWS
         for row, reading in enumerate(self._rows):
@@ -225,8 +232,9 @@ class Scorer:
                 buffer[row, : reading.tokens.size] = reading.tokens
                 prompt_len[row], length[row] = reading.sequence.prompt_tokens.size, reading.tokens.size
                 limit[row], policies[row] = reading.sequence.limit, reading.policy
+                automaton[row, prompt_len[row] : length[row]] = reading.sequence.automaton[:-1]
         lanes = Lanes.over(self._unread(), *lane_shape(PASS_TOKENS))
-        return Pass(lanes, buffer, prompt_len, length, limit, stack(policies))
+        return Pass(lanes, buffer, prompt_len, length, limit, stack(policies), automaton)
 
 
 def score_pass(
@@ -235,6 +243,7 @@ def score_pass(
     params: Any,
     cache: KVCache,
     vocabulary: Vocabulary,
+    grammars: GrammarTables,
     work: Pass,
 ) -> tuple[KVCache, Scored]:
     """Reads the lanes and scores the tokens that follow theirs."""
@@ -255,12 +264,13 @@ def score_pass(
                 work.prompt_len[these],
                 jnp.where(due[at], length[at], 0),
                 work.limit[these],
+                work.automaton[these, jnp.minimum(length[at], capacity - 1)],
                 model.config.vocab_size,
             )
-            policy = jax.tree.map(lambda leaf: leaf[these], work.policy)
+            policy = jax.tree.map(lambda leaf: leaf[these], work.policy).bound(vocabulary, grammars)
             following = work.buffer[these, jnp.minimum(length[at], capacity - 1)]
             choice = choose(policy, before, forward(hidden[at], method="logits"), following, tokenizer_len)
-            stop = policy.bound(vocabulary).stop_codes(before, before.commit(following), following)
+            stop = policy.stop_codes(before, policy.commit(before, following), following)
             return Scored(choice.record, stop)
 
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(of_due))

@@ -28,6 +28,8 @@ class StepState(struct.PyTreeNode):
         limit: int32 [rows], the total length at which the row's own budget ends.
         in_prompt: bool [rows, vocab], ids that the row's prompt holds.
         counts: int32 [rows, vocab], how often the row has drawn each id. Both are carried from step to step.
+        automaton: int32 [rows], the state of the row's grammar (sampling.grammar.tables); 0 without one. A policy
+            advances it (`Policy.commit`), since a state does not know the grammar.
     """
 
     buffer: jax.Array
@@ -38,6 +40,7 @@ class StepState(struct.PyTreeNode):
     limit: jax.Array
     in_prompt: jax.Array
     counts: jax.Array
+    automaton: jax.Array
 
     @property
     def vocab_size(self) -> int:
@@ -104,17 +107,24 @@ class StepState(struct.PyTreeNode):
             limit=jnp.zeros(rows, jnp.int32),
             in_prompt=jnp.zeros((rows, vocab_size), bool),
             counts=jnp.zeros((rows, vocab_size), jnp.int32),
+            automaton=jnp.zeros(rows, jnp.int32),
         )
 
     @classmethod
     def prefixes(
-        cls, buffer: jax.Array, prompt_len: jax.Array, length: jax.Array, limit: jax.Array, vocab_size: int
+        cls,
+        buffer: jax.Array,
+        prompt_len: jax.Array,
+        length: jax.Array,
+        limit: jax.Array,
+        automaton: jax.Array,
+        vocab_size: int,
     ) -> StepState:
         """Rows that are known beforehand, each as it was when it held `length` tokens.
 
         Args:
             buffer: int32 [rows, capacity], the whole sequences, known tokens beyond `length` included.
-            prompt_len, length, limit: int32 [rows]; a row of length 0 does not run.
+            prompt_len, length, limit, automaton: int32 [rows]; a row of length 0 does not run.
         """
         rows, capacity = buffer.shape
         index, row = jnp.arange(capacity, dtype=jnp.int32)[None, :], jnp.arange(rows)[:, None]
@@ -133,6 +143,7 @@ class StepState(struct.PyTreeNode):
             counts=jnp.zeros((rows, vocab_size), jnp.int32)
             .at[row, jnp.where(drawn, buffer, vocab_size)]
             .add(1, mode="drop"),
+            automaton=automaton,
         )
 
     @classmethod
@@ -179,4 +190,5 @@ class StepState(struct.PyTreeNode):
             limit=jnp.full(len(rows), capacity if limit is None else limit, jnp.int32),
             in_prompt=jnp.asarray(in_prompt),
             counts=jnp.asarray(counts),
+            automaton=jnp.zeros(len(rows), jnp.int32),
         )

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from sampling.grammar.tables import GrammarTables
+from sampling.param_checks import GRAMMAR_ENDS
 from sampling.pytrees import Node
 from sampling.state import NO_TOKEN, StepState
 from sampling.types import StopReason
@@ -52,6 +54,32 @@ class StopTokens(StoppingRule):
 
     def __call__(self, state: StepState, tokens: jax.Array) -> jax.Array:
         return _among(tokens, self.tokens)
+
+
+class GrammarDone(StoppingRule):
+    """Ends a row by its grammar.
+
+    Attributes:
+        when: int32, place in param_checks.GRAMMAR_ENDS; a scalar or [rows].
+        tables: as in GrammarMask; without them no row ends.
+    """
+
+    when: ArrayLike
+    tables: GrammarTables | None = None
+    reason = StopReason.GRAMMAR_DONE
+
+    def must_end(self, state: StepState) -> jax.Array:
+        """bool [rows]: nothing but an end-of-sequence token may follow, and the row does not wait for one."""
+        if self.tables is None:
+            return jnp.zeros_like(state.active)
+        full = self.tables.accepts(state.automaton) & ~self.tables.can_go_on(state.automaton)
+        return full & (jnp.asarray(self.when, jnp.int32) != GRAMMAR_ENDS.index("eos"))
+
+    def __call__(self, state: StepState, tokens: jax.Array) -> jax.Array:
+        if self.tables is None:
+            return jnp.zeros_like(state.active)
+        early = jnp.asarray(self.when, jnp.int32) == GRAMMAR_ENDS.index("accepted")
+        return self.must_end(state) | (early & self.tables.accepts(state.automaton))
 
 
 class MaxNewTokens(StoppingRule):

@@ -187,6 +187,9 @@ class Completion:
         stop_reason: why it ended. Scored by forward passes, a completion that no rule ends has the reason `length`.
         wait_s: seconds between submission and the first decode step.
         decode_s: seconds between the first decode step and the end.
+        forced: int32, ascending, the places of tokens that the policy forced; those were not drawn.
+        left_grammar_at: place of the first given token that the grammar does not allow there; it and all after it have
+            the behaviour log-prob -inf. None if there is none.
     """
 
     prompt_id: str
@@ -207,6 +210,8 @@ class Completion:
     stop_reason: StopReason
     wait_s: float
     decode_s: float
+    forced: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    left_grammar_at: int | None = None
 
 
 @dataclass(frozen=True)

@@ -180,11 +180,25 @@ def vocabulary_pieces(tokenizer: Any, vocab_size: int | None = None) -> list[byt
     return pieces
 
 
+def control_tokens(tokenizer: Any) -> tuple[int, ...]:
+    """The ids that stand for no text, such as the begin of a message: special tokens, whose literal text nobody reads.
+
+    Args:
+        tokenizer: as in `vocabulary_pieces`.
+    """
+    added = _held_tokenizer(tokenizer).added_tokens_decoder
+    return tuple(sorted(index for index, token in added.items() if token.special))
+
+
 class _Backend:
     """A bare tokenizer of the tokenizers library, with the questions that this module asks of a Transformers one."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self.backend_tokenizer = backend
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        return self.backend_tokenizer.get_added_tokens_decoder()
 
     def get_vocab(self) -> dict[str, int]:
         return self.backend_tokenizer.get_vocab()

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from sampling.decode import EngineState
-from sampling.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +51,14 @@ def agreeing(
     programs: Mapping[int, Callable[..., Any]],
     empty: Callable[[], EngineState],
     params: Any,
-    vocabulary: Vocabulary,
+    *others: Any,
 ) -> dict[int, Callable[..., Any]]:
     """The decode programs, less the narrow ones that give some row other bits than the widest does, on this machine.
 
     Args:
         programs: by their number of slots.
         empty: makes a state without rows; one is held at a time.
-        params, vocabulary: their other arguments.
+        params, others: their arguments before and after the state.
     """
     widest = max(programs)
 
@@ -67,7 +66,7 @@ def agreeing(
         """What is recorded of a few steps of these slots, and their tokens."""
         some = () if width == widest else (slots,)
         steps = np.int32(_CHECKED_STEPS), np.int32(1)
-        state, _, _ = programs[width](params, _rows(empty(), slots), vocabulary, np.int32(0), *steps, *some)
+        state, _, _ = programs[width](params, _rows(empty(), slots), *others, np.int32(0), *steps, *some)
         return [np.asarray(leaf)[slots] for leaf in jax.tree.leaves((state.rows.buffer, state.record))]
 
     agreeing = {widest: programs[widest]}

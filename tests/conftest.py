@@ -1,6 +1,7 @@
 """Makes JAX strict for every test, once: CPU only, no silent dtype or rank promotion, compiled programs on disk."""
 
 import os
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -18,6 +19,10 @@ import pytest
 # The same examples every time: a test that fails, fails for everybody.
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("suite")
+
+# Of this run alone: a grammar that older code has compiled would hide a fault.
+_grammars = tempfile.TemporaryDirectory()
+os.environ["ROLLOUT_GRAMMAR_CACHE"] = _grammars.name
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -96,4 +96,5 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         worker=draw(texts),
         text=draw(texts),
         metadata=draw(metadata),
+        forced=np.array(sorted(draw(st.sets(st.integers(0, tokens.size - 1)))) if tokens.size else [], np.int32),
     )

@@ -20,9 +20,9 @@ from sampling.types import StopReason
 
 FREE = frozenset(
     "temperature renormalize max_new_tokens max_length stop stop_token_ids eos_token_ids ignore_eos n seed order"
-    " record_support".split()
+    " record_support forced_bos forced_eos thinking_budget thinking_start thinking_end".split()
 )
-"""Parameters that, but for the temperature, leave every probability alone."""
+"""Parameters that, but for the temperature, leave the probability of every token that is drawn alone."""
 
 TRUNCATIONS = frozenset(
     "top_k top_p min_p typical_p epsilon_cutoff eta_cutoff top_h allowed_token_ids suppress_tokens"
@@ -81,7 +81,8 @@ class TrainBatch(struct.PyTreeNode):
     def of(cls, trajectories: Sequence[Trajectory]) -> Self:
         """The batch of trajectories, in their order; advantages and weights are 0 until they are assigned.
 
-        Nothing is learnt from failed rows and from given tokens. The arrays are as long as the longest row needs.
+        Nothing is learnt from failed rows, from given and from forced tokens. The arrays are as long as the longest
+        row needs.
 
         Raises:
             ConfigError: a row's policy cannot be computed from the model's scores; see `require_learnable`.
@@ -112,7 +113,7 @@ class TrainBatch(struct.PyTreeNode):
             batch.tokens[row, prompt_len : prompt_len + trajectory.completion_len] = trajectory.completion_tokens
             if trajectory.failed:
                 continue
-            drawn = slice(trajectory.given_len, trajectory.completion_len)
+            drawn = np.flatnonzero(trajectory.drawn)
             batch.temperature[row] = _learnable(trajectory).temperature
             batch.behaviour_logprobs[row, drawn] = trajectory.behaviour_logprobs[drawn]
             batch.policy_versions[row, drawn] = trajectory.policy_versions[drawn]
@@ -170,7 +171,7 @@ def _learnable(trajectory: Trajectory) -> SamplingParams:
     place = f"trajectory of prompt {trajectory.prompt_id!r}, sample {trajectory.sample_index}: "
     params = SamplingParams.from_dict(trajectory.policy)
     truncations = require_learnable(params, place)
-    bare = np.flatnonzero(trajectory.support_sizes[trajectory.given_len :] == 0) + trajectory.given_len
+    bare = np.flatnonzero((trajectory.support_sizes == 0) & trajectory.drawn)
     if truncations and bare.size:
         raise ConfigError(
             f"{place}sampling.{truncations[0]}: expected the recorded support of every drawn token, got none of token"

@@ -19,11 +19,11 @@ class PlaceMeans:
         self._sums = np.zeros(0)
         self._counts = np.zeros(0, np.int64)
 
-    def add(self, values: np.ndarray, first: int) -> None:
-        """Takes the values of one completion from place `first` on, [completion_len]; only finite ones count."""
+    def add(self, values: np.ndarray, drawn: np.ndarray) -> None:
+        """Takes the values of one completion, [completion_len]; finite ones of drawn tokens count."""
         if (more := values.size - self._sums.size) > 0:
             self._sums, self._counts = np.pad(self._sums, (0, more)), np.pad(self._counts, (0, more))
-        counted = np.isfinite(values) & (np.arange(values.size) >= first)
+        counted = np.isfinite(values) & drawn
         self._sums[: values.size] += np.where(counted, values, 0)
         self._counts[: values.size] += counted
 
@@ -68,6 +68,6 @@ class Tally:
             self.lengths.setdefault(row.stop_reason, []).append(row.completion_len)
             if row.reward is not None:
                 self.rewards.append(row.reward)
-            self.logprobs.add(row.behaviour_logprobs, row.given_len)
-            self.entropy.add(row.entropy, row.given_len)
-            self.kept.add(np.exp(row.log_kept_mass), row.given_len)
+            self.logprobs.add(row.behaviour_logprobs, row.drawn)
+            self.entropy.add(row.entropy, row.drawn)
+            self.kept.add(np.exp(row.log_kept_mass), row.drawn)

@@ -6,6 +6,7 @@ be used is refused with its row and what was found: nothing is padded, cut or gu
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ NAMES = {
     "prompt_id": ("prompt_id", "id"),
     "sample_index": ("sample_index",),
     "given_len": ("given_len",),
+    "forced": ("forced",),
     "policy_versions": ("policy_versions",),
     "policy": ("policy",),
     "reward": ("reward",),
@@ -53,6 +55,7 @@ class RecordedSequence:
         prompt_tokens: int32 [prompt_len], at least one.
         completion_tokens: int32 [completion_len].
         given_len: how many of them, from the first on, were given and not drawn: the beginning of a branch.
+        forced: int32, ascending, the places of tokens that were forced and not drawn.
         behaviour_logprobs: float32 [completion_len], nats: of the law that drew them, finite where it did; None if not
             recorded.
         policy_versions: int32 [completion_len]: version of the weights that drew each token; None if not recorded.
@@ -68,6 +71,7 @@ class RecordedSequence:
     prompt_tokens: np.ndarray
     completion_tokens: np.ndarray
     given_len: int = 0
+    forced: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     behaviour_logprobs: np.ndarray | None = None
     policy_versions: np.ndarray | None = None
     policy: str | None = None
@@ -167,6 +171,10 @@ def _sequence(values: Mapping[str, Any], row: int, where: str, samples: Counter[
         raise PromptError(f"{where}: {fields['prompt_id']}: expected text or a whole number, got {shown(prompt_id)}")
     sample_index = _whole(given.get("sample_index", samples[str(prompt_id)]), 2**31 - 1, f"{where}: sample_index")
     given_len = _whole(given.get("given_len", 0), completion.size, f"{where}: given_len")
+    forced = _ids(given.get("forced", []), f"{where}: forced", "places")
+    if np.any(forced >= completion.size) or np.any(np.diff(forced) <= 0):
+        expected = f"ascending places in 0 .. {completion.size - 1}"
+        raise PromptError(f"{where}: forced: expected {expected}, got {shown(forced.tolist())}")
     reward = given.get("reward")
     if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
         raise PromptError(f"{where}: reward: expected a number, got {shown(reward)}")
@@ -186,6 +194,7 @@ def _sequence(values: Mapping[str, Any], row: int, where: str, samples: Counter[
         prompt_tokens=prompt,
         completion_tokens=completion,
         given_len=given_len,
+        forced=forced,
         behaviour_logprobs=logprobs,
         policy_versions=versions,
         policy=_policy(given["policy"], f"{where}: policy") if "policy" in given else None,

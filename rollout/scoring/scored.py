@@ -21,10 +21,11 @@ import pyarrow.parquet
 from rollout.scoring.config import RatiosConfig
 from rollout.scoring.foreign import RecordedSequence
 from rollout.scoring.ratios import sequence_ratios, token_log_ratios
+from rollout.trajectory import drawn_places
 from sampling.errors import RecordError
 from sampling.types import Completion
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of the columns below."""
 
 
@@ -45,7 +46,8 @@ MEANINGS = {
     "prompt_tokens": "ids of the prompt",
     "completion_tokens": "ids of the completion",
     "given_len": "how many of them, from the first on, were given and not drawn: the beginning of a branch. Ratios and"
-    " staleness are about the others",
+    " staleness are about those that were drawn",
+    "forced": "places of those that were forced and not drawn, such as the end of thinking",
     "reward": "the source's reward; null without",
     "outcome": "scored, skipped (the record has no usable completion) or failed",
     "failure": "why it was skipped or failed; null for a scored sequence",
@@ -57,6 +59,8 @@ MEANINGS = {
     "in_support": "per token: whether the scorer's policy left it in",
     "ended_at": "the first token before the last with which the scorer's stopping rules would have ended it all;"
     " null if there is none. No ratio takes notice of it",
+    "left_grammar_at": "the first token that the scorer's grammar does not allow; it and all after it have the log-prob"
+    " -inf under the policy. Null if there is none",
     "recorded_logprobs": "nats per token: behaviour log-probs of the source; null without",
     "recorded_logprob": "nats: their sum over the drawn tokens",
     "log_ratio": "nats: sum of behaviour_logprobs - recorded_logprobs over the drawn tokens, the log of the"
@@ -97,6 +101,7 @@ class ScoredSequence:
     prompt_tokens: np.ndarray
     completion_tokens: np.ndarray
     given_len: int
+    forced: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     reward: float | None
     outcome: Outcome
     failure: str | None = None
@@ -106,6 +111,7 @@ class ScoredSequence:
     entropy: np.ndarray = field(default_factory=_no_nats)
     in_support: np.ndarray = field(default_factory=_no_flags)
     ended_at: int | None = None
+    left_grammar_at: int | None = None
     recorded_logprobs: np.ndarray | None = None
     recorded_logprob: float | None = None
     log_ratio: float | None = None
@@ -139,10 +145,10 @@ class ScoredSequence:
             origin: scorer, weights_digest, numerics_fingerprint.
         """
         scored = slice(0, sequence.completion_tokens.size)
-        drawn = slice(sequence.given_len, sequence.completion_tokens.size)
+        drawn = drawn_places(sequence.completion_tokens.size, sequence.given_len, sequence.forced)
         behaviour = completion.behaviour_logprobs[scored]
         measures: dict[str, Any] = {}
-        any_drawn = drawn.start < drawn.stop
+        any_drawn = bool(drawn.any())
         if (recorded := sequence.behaviour_logprobs) is not None and any_drawn:
             log_ratios = token_log_ratios(behaviour[drawn], recorded[drawn])
             measures = asdict(sequence_ratios(log_ratios, ratios.cap, ratios.clip_epsilon))
@@ -158,6 +164,7 @@ class ScoredSequence:
             entropy=completion.entropy[scored],
             in_support=~np.isneginf(behaviour),
             ended_at=completion.ended_at,
+            left_grammar_at=completion.left_grammar_at,
             recorded_logprobs=sequence.behaviour_logprobs,
             policy_versions=sequence.policy_versions,
             policy=policy,
@@ -173,7 +180,7 @@ class ScoredSequence:
 
 
 def _identity(sequence: RecordedSequence) -> dict[str, Any]:
-    names = ("row", "prompt_id", "sample_index", "prompt_tokens", "completion_tokens", "given_len", "reward")
+    names = ("row", "prompt_id", "sample_index", "prompt_tokens", "completion_tokens", "given_len", "forced", "reward")
     return {name: getattr(sequence, name) for name in names}
 
 
@@ -181,8 +188,8 @@ _INT32, _FLOAT32, _BOOL = (pa.list_(pa.field("item", item, False)) for item in (
 _TYPES: dict[str, pa.DataType] = {
     "row": pa.int64(),
     "in_support": _BOOL,
-    **dict.fromkeys(("sample_index", "given_len", "ended_at", "staleness_max"), pa.int32()),
-    **dict.fromkeys(("prompt_tokens", "completion_tokens", "policy_versions"), _INT32),
+    **dict.fromkeys(("sample_index", "given_len", "ended_at", "left_grammar_at", "staleness_max"), pa.int32()),
+    **dict.fromkeys(("prompt_tokens", "completion_tokens", "forced", "policy_versions"), _INT32),
     **dict.fromkeys(
         ("model_logprobs", "behaviour_logprobs", "log_kept_mass", "entropy", "recorded_logprobs"), _FLOAT32
     ),
@@ -192,7 +199,16 @@ _TYPES: dict[str, pa.DataType] = {
 """Types of the columns that are not text."""
 
 _OPTIONAL = {
-    *("reward", "failure", "ended_at", "recorded_logprobs", "recorded_logprob", "log_ratio", "mean_log_ratio"),
+    *(
+        "reward",
+        "failure",
+        "ended_at",
+        "left_grammar_at",
+        "recorded_logprobs",
+        "recorded_logprob",
+        "log_ratio",
+        "mean_log_ratio",
+    ),
     *("clipped_ratio", "ppo_clip_fraction", "policy_versions", "staleness_mean", "staleness_max"),
 }
 _VERSION_KEY = b"rollout.scored_schema_version"

@@ -81,6 +81,7 @@ def _from_run(folder: Path) -> Iterator[RecordedSequence]:
             prompt_tokens=record.prompt_tokens,
             completion_tokens=record.completion_tokens,
             given_len=record.given_len,
+            forced=record.forced,
             behaviour_logprobs=record.behaviour_logprobs,
             policy_versions=record.policy_versions,
             policy=canonical_json(record.policy),

@@ -16,6 +16,7 @@ from rich.table import Table
 from rollout.scoring.config import Law, RatiosConfig
 from rollout.scoring.ratios import KlEstimates, KlSums, QuantileSketch, effective_sample_size, token_log_ratios
 from rollout.scoring.scored import Outcome, ScoredSequence
+from rollout.trajectory import drawn_places
 
 NO_LOGPROBS = "no recorded log-probs"
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -74,7 +75,7 @@ class AgeStatistics:
 class ScorerSummary:
     """Figures of one scorer. Means are over tokens, in nats; shares are of what was scored.
 
-    Tokens are drawn ones: those that a branch was given count nowhere.
+    Tokens are drawn ones: those that were given or forced count nowhere.
 
     Attributes:
         name, checkpoint, path: of the scorer.
@@ -147,7 +148,7 @@ class Tally:
             self._failures.append(f"prompt {row.prompt_id!r}, sample {row.sample_index}: {row.failure}")
         if row.outcome is not Outcome.SCORED:
             return
-        drawn = slice(row.given_len, None)
+        drawn = drawn_places(row.completion_tokens.size, row.given_len, row.forced)
         kept = row.in_support[drawn]
         self._digest = row.weights_digest
         self._tokens += kept.size

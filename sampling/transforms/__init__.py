@@ -4,6 +4,7 @@ from sampling.transforms.base import FILTER, LogitsTransform, Transform, apply, 
 from sampling.transforms.biases import LogitBias, SequenceBias, bad_words, sequence_bias
 from sampling.transforms.entropy_filters import EpsilonCutoff, EtaCutoff, TopH, Typical
 from sampling.transforms.filters import MinP, TopK, TopP
+from sampling.transforms.grammar import GrammarMask
 from sampling.transforms.lengths import ExponentialDecayLengthPenalty, ForcedBOS, ForcedEOS, MinLength, MinNewTokens
 from sampling.transforms.masks import AllowedTokens, BeginSuppressTokens, SuppressTokens
 from sampling.transforms.ngrams import NoRepeatNGram, PromptNoRepeatNGram
@@ -15,6 +16,7 @@ from sampling.transforms.penalties import (
 )
 from sampling.transforms.sanitising import RemoveInvalidValues, Renormalize
 from sampling.transforms.temperature import Greedy, Temperature
+from sampling.transforms.thinking import ThinkingBudget
 
 __all__ = [
     "FILTER",
@@ -26,6 +28,7 @@ __all__ = [
     "ForcedBOS",
     "ForcedEOS",
     "FrequencyPenalty",
+    "GrammarMask",
     "Greedy",
     "LogitBias",
     "LogitsTransform",
@@ -42,6 +45,7 @@ __all__ = [
     "SequenceBias",
     "SuppressTokens",
     "Temperature",
+    "ThinkingBudget",
     "TopH",
     "TopK",
     "TopP",

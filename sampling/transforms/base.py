@@ -33,6 +33,9 @@ class Transform(Node):
     """Constructor arguments with which the transform changes nothing."""
     argmax_invariant: ClassVar[bool]
     """True if the best token of every row stays the best: such a stage cannot matter to a greedy row."""
+    alone: ClassVar[bool] = False
+    """True for a stage that is skipped, or not, by itself: it is on in batches in which the plain ones beside it
+    are off, and would make each of them look whether it is."""
 
     def is_neutral(self) -> jax.Array:
         """bool, a scalar or [rows]: where the transform changes nothing."""
@@ -120,7 +123,7 @@ def neutral_rows(transforms: Iterable[LogitsTransform], state: StepState) -> jax
 
 
 def _is_plain(transform: LogitsTransform) -> bool:
-    return isinstance(transform, Transform) and not isinstance(transform, RowwiseTransform)
+    return isinstance(transform, Transform) and not isinstance(transform, RowwiseTransform) and not transform.alone
 
 
 def per_row(value: Any, dtype: Any = jnp.float32) -> jax.Array:

@@ -73,6 +73,10 @@ class ForcedBOS(Transform):
     def is_neutral(self) -> jax.Array:
         return jnp.asarray(self.token) == NO_TOKEN
 
+    def forces(self, state: StepState) -> jax.Array:
+        """bool [rows]: the next token is not drawn."""
+        return ~self.is_neutral() & (state.total() == 1)
+
     def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
         ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
         forced = jnp.where(ids == per_row(self.token, jnp.int32), 0.0, FILTER)
@@ -95,11 +99,15 @@ class ForcedEOS(Transform):
     def is_neutral(self) -> jax.Array:
         return is_empty(self.eos)
 
-    def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
+    def forces(self, state: StepState) -> jax.Array:
+        """bool [rows]: the next token is one of `eos`, whatever the model says."""
         own = jnp.asarray(0 if self.max_length is None else self.max_length, jnp.int32)
         end = jnp.where(own > 0, own, state.limit)
+        return ~self.is_neutral() & (state.total() == end - 1)
+
+    def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
         forced = jnp.where(members(self.eos, logits.shape), 0.0, FILTER)
-        return jnp.where((state.total() == end - 1)[:, None], forced, logits)
+        return jnp.where(self.forces(state)[:, None], forced, logits)
 
 
 class ExponentialDecayLengthPenalty(Transform):

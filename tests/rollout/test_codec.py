@@ -130,15 +130,15 @@ def test_schema_covers_every_field_and_names_its_version():
     file = io.BytesIO()
     write_parquet(file, [])
     metadata = pyarrow.parquet.read_schema(file).metadata
-    assert metadata[b"rollout.schema_version"] == b"2" and SCHEMA_VERSION == 2
+    assert metadata[b"rollout.schema_version"] == b"3" and SCHEMA_VERSION == 3
     assert metadata[b"rollout.logprob_definition"].decode() == LOGPROB_DEFINITION
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(schema_version=9), "expected trajectory schema version 2, got 9"),
-        (lambda m: m.pop("schema_version"), "expected trajectory schema version 2, got None"),
+        (lambda m: m.update(schema_version=9), "expected trajectory schema version 3, got 9"),
+        (lambda m: m.pop("schema_version"), "expected trajectory schema version 3, got None"),
         (lambda m: m.update(logprobs=[]), "unknown field 'logprobs'"),
         (lambda m: m.pop("behaviour_logprobs"), "missing field 'behaviour_logprobs'"),
         (lambda m: m.update(key={"dtype": "<u4", "shape": [2], "data": b"123"}), "key: expected an array"),
@@ -165,8 +165,8 @@ def test_every_cut_of_a_message_is_refused():
     [
         (lambda t: t.drop_columns(["key"]), "missing column 'key'"),
         (lambda t: t.append_column("extra", pa.array(["x"])), "unknown column 'extra'"),
-        (lambda t: t.replace_schema_metadata({}), "expected trajectory schema version 2, got None"),
-        (lambda t: t.replace_schema_metadata({"rollout.schema_version": "9"}), "version 2, got 9"),
+        (lambda t: t.replace_schema_metadata({}), "expected trajectory schema version 3, got None"),
+        (lambda t: t.replace_schema_metadata({"rollout.schema_version": "9"}), "version 3, got 9"),
         (
             lambda t: t.set_column(t.schema.names.index("stop_reason"), "stop_reason", pa.array([1])),
             "column 'stop_reason': expected string, got int64",

@@ -39,6 +39,7 @@ PROMPTS = {
     "stops": {"stop": ["a", "e", "zz", "é"], "min_new_tokens": 3, "max_new_tokens": 30},
     "eos": {"logit_bias": {str(EOS_ID): 20.0}, "min_new_tokens": 2},
     "full": {"max_new_tokens": 100, "ignore_eos": True, "typical_p": 0.8},
+    "thinking": {"thinking_budget": 4, "thinking_start": "bc", "thinking_end": "de"},
 }
 TOO_LONG = "too-long"
 
@@ -284,6 +285,16 @@ def test_a_given_token_need_not_be_what_the_draw_gives(run):
     text = table(report)
     assert "This token was given and not drawn." in text and f"{found.token.high:.8f}  given" in text
     assert RunExplainer(run).explain("plain", 1, 2).faults == ()
+
+
+def test_a_forced_token_is_told_from_a_drawn_one(run):
+    """The prompt's `abc` after the marker and one token are thought; then the end marker is forced."""
+    forced = [RunExplainer(run).explain("thinking", 0, place).explanation.forced for place in range(4)]
+    assert forced == [False, True, True, False]
+    assert "This token was forced and not drawn." in table(RunExplainer(run).explain("thinking", 0, 1))
+    change(run, "thinking", 0, True, forced=lambda _: np.array([1], np.int32))
+    (fault,) = RunExplainer(run).explain("thinking", 0, 2).faults
+    assert fault == "recorded as not forced, recomputed as forced"
 
 
 def test_a_token_that_the_policy_removes_is_shown_as_removed(run):

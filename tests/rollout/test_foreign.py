@@ -54,6 +54,7 @@ def test_every_field_under_each_of_its_names(tmp_path, names, kind):
         "prompt_id": "a",
         "sample_index": 3,
         "given_len": 1,
+        "forced": [0],
         "policy_versions": [4, 5],
         "policy": {"temperature": 0.5},
         "reward": 1,
@@ -64,7 +65,7 @@ def test_every_field_under_each_of_its_names(tmp_path, names, kind):
     )
     (found,) = read_foreign(path)
     assert found.completion_tokens.tolist() == [7, 8] and found.prompt_tokens.tolist() == [5]
-    assert found.given_len == 1
+    assert found.given_len == 1 and found.forced.tolist() == [0]
     assert found.behaviour_logprobs.tolist() == [-0.5, 0.0] and found.behaviour_logprobs.dtype == np.float32
     assert (found.prompt_id, found.sample_index, found.reward) == ("a", 3, 1.0)
     assert found.policy_versions.tolist() == [4, 5]
@@ -144,6 +145,8 @@ BAD = [
     (ROW | {"policy": {"top_p": np.nan}}, "policy.top_p: expected a finite number"),
     (ROW | {"id": 1.5}, "id: expected text or a whole number, got 1.5"),
     (ROW | {"sample_index": -1}, "sample_index: expected a whole number in 0 .. 2147483647, got -1"),
+    (ROW | {"forced": [1, 1]}, "forced: expected ascending places in 0 .. 2, got"),
+    (ROW | {"forced": [3]}, "forced: expected ascending places in 0 .. 2, got"),
     (ROW | {"given_len": 4}, "given_len: expected a whole number in 0 .. 3, got 4"),
     (ROW | {"reward": "good"}, "reward: expected a number, got 'good'"),
     ("[1, 2]\n", r"line 1: expected one JSON object, got \[1, 2\]"),

@@ -71,6 +71,23 @@ def test_policies_that_cannot_be_learnt_from(parameter, words):
         TrainBatch.of([sample(2, params=SamplingParams(**parameter))])
 
 
+def test_forced_tokens_are_read_and_not_learnt_from():
+    thinking = SamplingParams(temperature=0.7, thinking_budget=1, thinking_start=[5], thinking_end=[8, 9])
+    row = sample(4, params=thinking, forced=np.array([1, 2], np.int32))
+    branch = sample(4, index=1, given_len=1, params=thinking, forced=np.array([0, 2], np.int32))
+    batch = TrainBatch.of([row, branch])
+    assert batch.mask.tolist() == [[1, 0, 0, 1], [0, 1, 0, 1]]
+    assert batch.tokens[0].tolist() == [1, 5, 6, 7, 8, 9, 10] and batch.length.tolist() == [7, 7]
+    np.testing.assert_allclose(batch.behaviour_logprobs[0], [-0.1, 0, 0, -0.4])
+
+
+def test_a_forced_token_needs_no_support():
+    params = SamplingParams(top_k=3, record_support=4, forced_eos=8)
+    sizes, ids = np.array([2, 0], np.int32), np.array([7, 9], np.int32)
+    row = sample(2, params=params, support_sizes=sizes, support_ids=ids, forced=np.array([1], np.int32))
+    assert TrainBatch.of([row]).mask.tolist() == [[True, False]]
+
+
 def test_what_changes_no_probability_is_learnt_from():
     params = SamplingParams(
         temperature=1.3, max_new_tokens=9, stop=["x"], eos_token_ids=[2], seed=4, n=3, order="vllm", renormalize=True

@@ -43,6 +43,15 @@ def test_null_means_absent():
     assert Prompt.from_row({"prompt": "hi", "messages": None, "n": None, "id": None}, 3, "f") == Prompt("3", "hi")
 
 
+def test_own_parameters_are_judged_together_with_the_runs():
+    run = SamplingParams(thinking_start=[5], thinking_end=[6], max_new_tokens=900)
+    for own in ({"thinking_budget": 3}, {"min_new_tokens": 800}):
+        prompt = Prompt.from_row({"prompt": "hi", "sampling": own}, 0, "f")
+        assert prompt.params(run) == run.replace(**own)
+        with pytest.raises(PromptError, match="contradicts"):
+            prompt.params(SamplingParams())
+
+
 def test_own_parameters_replace_the_runs():
     prompt = Prompt.from_row({"prompt": "hi", "n": 5, "sampling": {"temperature": 0, "top_k": 3}}, 0, "f")
     base = SamplingParams(top_p=0.5, n=2, temperature=0.7)

@@ -112,7 +112,7 @@ def test_damage_is_named(tmp_path):
     begun.add(scored(0))
     begun.commit("s")
     scoring = tmp_path / "a" / "scoring.json"
-    for text in ("{", "{}", scoring.read_text().replace('"schema_version": 1', '"schema_version": 9')):
+    for text in ("{", "{}", scoring.read_text().replace('"schema_version": 2', '"schema_version": 9')):
         scoring.write_text(text)
         with pytest.raises(RecordError, match=r"scoring.json: damaged, or written by another release"):
             ScoreFolder.open(tmp_path / "a", config(), FACTS)

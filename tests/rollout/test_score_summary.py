@@ -94,6 +94,11 @@ def test_removed_tokens_are_counted_and_left_out_of_means():
     assert found.ratios.ess == 1.0 and found.ratios.ess_share == 0.5  # weights 0 and 1
 
 
+def test_forced_tokens_count_nowhere():
+    found = summary(row((3.0, 1.0, -2.0), forced=np.int32([0]), log_ratio=-1.0))
+    assert found.tokens == 2 and found.ratios.mean_abs_log_ratio == 1.5
+
+
 def test_effective_sample_size_before_and_after_the_cap():
     """Weights 1, 4 and 1: 36 / 18. Cut at 2: 16 / 6."""
     found = summary(row((0.0,)), row((LOG2, LOG2)), row((1.0, -1.0))).ratios

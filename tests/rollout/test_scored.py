@@ -70,6 +70,12 @@ def test_ratios_and_ages_by_hand():
     assert row.outcome is Outcome.SCORED and row.failure is None and row.reward == 0.5
 
 
+def test_forced_tokens_have_no_ratio():
+    row = scored(sequence(forced=np.int32([2]), given_len=0))
+    assert row.log_ratio == pytest.approx(LOG2, abs=1e-6) and row.recorded_logprob == -3.0
+    assert row.staleness_mean == 2.0 and row.forced.tolist() == [2]
+
+
 def test_what_was_drawn_beyond_the_sequence_is_left_out():
     row = scored()
     for name in ("model_logprobs", "behaviour_logprobs", "log_kept_mass", "entropy", "in_support"):
@@ -139,14 +145,14 @@ def test_the_file_says_what_its_columns_mean(file):
     schema = pyarrow.parquet.read_schema(file)
     assert json.loads(schema.metadata[b"rollout.scored_columns"]) == MEANINGS
     assert schema.names == list(MEANINGS) == [field.name for field in dataclasses.fields(ScoredSequence)]
-    assert schema.metadata[b"rollout.scored_schema_version"] == b"1"
+    assert schema.metadata[b"rollout.scored_schema_version"] == b"2"
 
 
 def test_other_files_are_refused(file, tmp_path):
     other = tmp_path / "other.parquet"
     table = pyarrow.parquet.read_table(file)
     pyarrow.parquet.write_table(table.replace_schema_metadata({b"rollout.scored_schema_version": b"9"}), other)
-    with pytest.raises(RecordError, match=r"other.parquet: expected version 1 of scored sequences, got 9"):
+    with pytest.raises(RecordError, match=r"other.parquet: expected version 2 of scored sequences, got 9"):
         list(read_scored(other))
     pyarrow.parquet.write_table(table.drop_columns(["entropy"]), other)
     with pytest.raises(RecordError, match=r"other.parquet: expected columns scorer, row, "):

@@ -80,6 +80,7 @@ def one_bit_lower(value):
         (1, "model_logprobs", with_entry(0, one_bit_lower), "model_logprobs of completion token 0"),
         (2, "policy", lambda policy: {**policy, "temperature": 0.9}, "policy: temperature differ"),
         (1, "entropy", with_entry(1, one_bit_lower), "entropy of completion token 1"),
+        (1, "forced", lambda _: np.array([1], np.int32), "forced: expected places [], got [1]"),
         (1, "key", with_entry(0, lambda word: word + np.uint32(1)), "key: expected"),
     ],
 )

@@ -80,5 +80,5 @@ def test_a_program_with_other_bits_is_not_used(engine, caplog):
 
     programs = dict(engine._programs.decode) | {8: astray}
     empty = partial(empty_state, engine._model, GEOMETRY, engine._capacity)
-    assert sorted(agreeing(programs, empty, engine._params, engine._vocabulary)) == [32, 36]
+    assert sorted(agreeing(programs, empty, engine._params, engine._vocabulary, engine._grammars.tables)) == [32, 36]
     assert "8 slots" in caplog.text

@@ -1,0 +1,11 @@
+"""Grammars: regular expressions, JSON schemas and lists of choices as tables over a tokenizer's ids.
+
+`Grammar` -> nodes -> `ByteAutomaton` -> `TokenAutomaton`, kept by `GrammarCache`.
+"""
+
+from sampling.grammar.byte_automaton import NO_STATE, ByteAutomaton
+from sampling.grammar.cache import GrammarCache
+from sampling.grammar.grammar import Grammar, GrammarKind
+from sampling.grammar.token_automaton import TokenAutomaton
+
+__all__ = ["NO_STATE", "ByteAutomaton", "Grammar", "GrammarCache", "GrammarKind", "TokenAutomaton"]
