@@ -95,7 +95,7 @@ class WorkerPool:
         if self._crew is not None:
             raise RunError("the pool is open already; enter it once, or use two pools")
         with contextlib.ExitStack() as closing:
-            closing.enter_context(connected(self._address, self._placement))
+            closing.enter_context(connected(self._address, self._placement, self._spec.plugins))
             crew = Crew(self._spec, self._placement, self._deadlines, self._retry, self._chaos)
             closing.callback(crew.shutdown)
             while not crew.can_begin:

@@ -7,6 +7,7 @@ of a row.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -31,6 +32,8 @@ from sampling.memory_plan import available_bytes, require_memory
 from sampling.models import Transformer
 from sampling.open_group import OpenGroup, Resident
 from sampling.params import SamplingParams
+from sampling.plugins import PluginRefs, load_plugins
+from sampling.plugins.contract import require_contract, require_rows_apart
 from sampling.policy import Policy, lower
 from sampling.programs import Programs, compile_programs, empty_state, is_lost, rearranged
 from sampling.scoring import KnownSequence, Scorer
@@ -60,8 +63,10 @@ class Engine:
         geometry: the fixed shapes.
         dtype: "float32" or "bfloat16", of the model's matrix products.
         capacity: sizes of the policies' tables.
+        plugins: transforms and rules from outside that requests may name, as PluginRefs.of takes them.
     Raises:
-        ConfigError: an unknown dtype, a cache longer than the model's positions, or more memory than there is.
+        ConfigError: an unknown dtype, a cache longer than the model's positions, or more memory than there is; or a
+            plugin that cannot be used.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Engine:
         geometry: Geometry | None = None,
         dtype: str = "float32",
         capacity: Capacity | None = None,
+        plugins: PluginRefs | Mapping[str, Any] | None = None,
     ) -> None:
         geometry = geometry or Geometry()
         info = checkpoint.info
@@ -86,11 +92,14 @@ class Engine:
         self.info = info
         self.policy_version = 0
         self.fingerprint = numerics_fingerprint(geometry, dtype)
-        self._capacity = capacity or Capacity()
+        self.plugins = load_plugins(PluginRefs.of(plugins))
+        require_contract(self.plugins, info.config.vocab_size)
+        require_rows_apart(self.plugins, info.config.vocab_size)
+        self._capacity = dataclasses.replace(capacity or Capacity(), plugins=self.plugins)
         self._model = Transformer(info.config, dtype=DTYPES[dtype])
         self._form = WeightForm.of(checkpoint.params, self._model, info.tokenizer_len)
         self._params = self._form.on_device(checkpoint.params)
-        self._intake = Intake(info, geometry.cache_len)
+        self._intake = Intake(info, geometry.cache_len, self.plugins)
         self.vocabulary = self._intake.vocabulary()
         self._vocabulary = jax.device_put(self.vocabulary or Vocabulary.from_pieces([b"?"]))
         self._grammars = GrammarShelf(info.config.vocab_size, self._capacity)

@@ -1,0 +1,181 @@
+"""PluginRefs: which plugins an engine is made with, as a config or a caller names them. Nothing is loaded here."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Self
+
+from sampling.errors import ConfigError
+from sampling.orders import STAGES
+from sampling.param_checks import short
+from sampling.params import SamplingParams
+
+LAST = "temperature"
+"""The stage before which transforms stand that name no other."""
+
+REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""`package.module:name`."""
+
+_NAME = re.compile(r"[^\W\d][\w-]*")
+_TAKEN = {*STAGES["reference"], *(field.name for field in dataclasses.fields(SamplingParams)), "model", "padded_ids"}
+
+
+class PluginKind(enum.StrEnum):
+    """What a plugin is."""
+
+    TRANSFORM = "transforms"
+    """It changes scores."""
+    RULE = "stopping"
+    """It ends rows."""
+
+    @property
+    def group(self) -> str:
+        """The group of Python entry points by which installed packages offer such plugins."""
+        return f"rollout.{self}"
+
+
+@dataclass(frozen=True)
+class PluginRef:
+    """One plugin.
+
+    Attributes:
+        use: `package.module:name`, the name of an entry point, or the class or function itself.
+        name: by which rows name it; "" takes the last part of `use`, in snake_case.
+        before: stage of every order before which a transform stands; those of one stage stand as they are listed.
+        version: that it must have; "" accepts any.
+    """
+
+    use: Any
+    name: str = ""
+    before: str = LAST
+    version: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            words = self.use if isinstance(self.use, str) else getattr(self.use, "__qualname__", "")
+            last = re.split(r"[.:]", words)[-1]
+            object.__setattr__(self, "name", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last).lower())
+
+    def check(self, where: str, kind: PluginKind) -> None:
+        """Refuses what no plugin could be loaded from.
+
+        Raises:
+            ConfigError: a field cannot be used; the message begins with `where`.
+        """
+        if isinstance(self.use, str):
+            if not (REFERENCE.fullmatch(self.use) or _NAME.fullmatch(self.use)):
+                raise ConfigError(
+                    f"{where}.use: expected package.module:name, or the name of an entry point of the group"
+                    f" {kind.group}, got {short(self.use)}"
+                )
+        elif not callable(self.use):
+            raise ConfigError(f"{where}.use: expected text, a class or a function, got {short(self.use)}")
+        elif not hasattr(self.use, "__qualname__"):
+            owner = type(self.use).__name__
+            raise ConfigError(
+                f"{where}.use: expected a class or a function, got an object of {owner}; give the class, and its"
+                " parameters with each row"
+            )
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise ConfigError(f"{where}.name: expected letters, digits, _ or -, got {short(self.name)}; give it a name")
+        if self.name in _TAKEN:
+            raise ConfigError(f"{where}.name: {self.name!r} is a stage or a parameter already; choose another name")
+        if not isinstance(self.version, str):
+            raise ConfigError(f"{where}.version: expected text, got {short(self.version)}")
+        if kind is PluginKind.TRANSFORM and self.before not in STAGES["reference"]:
+            raise ConfigError(
+                f"{where}.before: expected a stage, one of {', '.join(STAGES['transformers'])}; got"
+                f" {short(self.before)}"
+            )
+        if kind is PluginKind.RULE and self.before != LAST:
+            raise ConfigError(f"{where}.before: a stopping rule has no place among the stages; leave it out")
+
+
+@dataclass(frozen=True)
+class PluginRefs:
+    """All plugins of an engine. Travels between processes; a class or function in it is pickled as Ray does.
+
+    Raises:
+        ConfigError: two have one name, or one cannot be loaded whatever is installed.
+    """
+
+    transforms: tuple[PluginRef, ...] = ()
+    stopping: tuple[PluginRef, ...] = ()
+
+    def __post_init__(self) -> None:
+        names: dict[str, str] = {}
+        for where, kind, ref in self:
+            ref.check(where, kind)
+            if ref.name in names:
+                raise ConfigError(f"{where}.name: {ref.name!r} is that of {names[ref.name]} already; name one of them")
+            names[ref.name] = where
+
+    def __iter__(self) -> Iterator[tuple[str, PluginKind, PluginRef]]:
+        """Each with its place, for messages, and its kind."""
+        for kind in PluginKind:
+            for i, ref in enumerate(getattr(self, kind)):
+                yield f"plugins.{kind}[{i}]", kind, ref
+
+    def top_modules(self) -> tuple[str, ...]:
+        """The packages or modules in which the plugins are looked for, each once."""
+        names = {}
+        for _, kind, ref in self:
+            if not isinstance(ref.use, str):
+                where = ref.use.__module__
+            elif ":" in ref.use:
+                where = ref.use
+            else:
+                where = next((entry.value for entry in entry_points(group=kind.group, name=ref.use)), "")
+            names[re.split(r"[.:]", where)[0]] = None
+        return tuple(name for name in names if name)
+
+    @classmethod
+    def of(cls, values: Any) -> Self:
+        """Reads what a config or a caller gives: a mapping with `transforms` and `stopping`, each a list of what to
+        use, or of mappings with the fields of PluginRef.
+
+        Raises:
+            ConfigError: a key or a value is of another kind.
+        """
+        if isinstance(values, cls):
+            return values
+        kinds = [str(kind) for kind in PluginKind]
+        if values is not None and not isinstance(values, Mapping):
+            raise ConfigError(f"plugins: expected {' and '.join(kinds)}, each with a list, got {short(values)}")
+        for kind, items in (values or {}).items():
+            if kind not in kinds:
+                raise ConfigError(f"plugins.{kind}: no such key; known are {', '.join(kinds)}")
+            if not isinstance(items, list | tuple):
+                raise ConfigError(f"plugins.{kind}: expected a list, got {short(items)}")
+        return cls(
+            **{
+                kind: tuple(_read(item, f"plugins.{kind}[{i}]") for i, item in enumerate(items))
+                for kind, items in (values or {}).items()
+            }
+        )
+
+    def to_dict(self) -> dict[str, list[dict[str, Any]]]:
+        """As plain values, which `of` reads back; those given as objects stay objects."""
+        values = {str(kind): [dict(vars(ref)) for ref in getattr(self, kind)] for kind in PluginKind}
+        for ref in values["stopping"]:
+            del ref["before"]
+        return values
+
+
+def _read(item: Any, where: str) -> PluginRef:
+    if isinstance(item, PluginRef):
+        return item
+    if not isinstance(item, Mapping):
+        return PluginRef(item)
+    known = [field.name for field in dataclasses.fields(PluginRef)]
+    for key in item:
+        if key not in known:
+            raise ConfigError(f"{where}.{key}: no such key; known are {', '.join(known)}")
+    if "use" not in item:
+        raise ConfigError(f"{where}.use: missing; expected package.module:name, or the name of an entry point")
+    return PluginRef(**item)
