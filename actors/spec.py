@@ -24,7 +24,7 @@ class WorkerSpec:
     checkpoint: str
     geometry: Geometry = field(default_factory=Geometry)
     dtype: str = "float32"
-    plugins: PluginRefs = PluginRefs()
+    plugins: PluginRefs = field(default_factory=PluginRefs)
 
     def __post_init__(self) -> None:
         _require(isinstance(self.checkpoint, str), "checkpoint", "text", self.checkpoint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sampling.params import SamplingParams
 from sampling.plugins import Plugins
@@ -42,7 +42,7 @@ class Capacity:
     grammars: int = 8
     grammar_states: int = 4096
     grammar_cells: int = 2**20
-    plugins: Plugins = Plugins()
+    plugins: Plugins = field(default_factory=Plugins)
 
     @classmethod
     def needed(cls, params: SamplingParams) -> Capacity:
@@ -69,12 +69,12 @@ class Capacity:
     def grown_for(self, needed: Capacity) -> Capacity:
         """This capacity with every size that is too small raised to the power of two that suffices."""
         sizes = {}
-        for field in dataclasses.fields(self):
-            have, want = getattr(self, field.name), getattr(needed, field.name)
-            if field.name == "orders":
+        for size in dataclasses.fields(self):
+            have, want = getattr(self, size.name), getattr(needed, size.name)
+            if size.name == "orders":
                 sizes["orders"] = have + tuple(order for order in want if order not in have)
-            elif field.name == "plugins":
+            elif size.name == "plugins":
                 sizes["plugins"] = have
             else:
-                sizes[field.name] = have if want <= have else 1 << (want - 1).bit_length()
+                sizes[size.name] = have if want <= have else 1 << (want - 1).bit_length()
         return Capacity(**sizes)

@@ -202,7 +202,8 @@ def plugins(name: str, value: Any) -> tuple[tuple[str, tuple[tuple[str, Any], ..
             setting = setting.item() if hasattr(setting, "item") else setting
             known = isinstance(setting, str) if parameter == "version" else isinstance(setting, bool | int | float)
             if not isinstance(parameter, str) or not known or setting in (math.inf, -math.inf) or setting != setting:
-                raise ConfigError(f"{name}.{plugin}.{parameter}: expected a finite number, or a flag, got {short(setting)}")
+                where = f"{name}.{plugin}.{parameter}"
+                raise ConfigError(f"{where}: expected a finite number, true or false, got {short(setting)}")
             settings[parameter] = setting
         entries[plugin] = tuple(sorted(settings.items()))
     return tuple(sorted(entries.items()))

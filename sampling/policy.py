@@ -64,6 +64,7 @@ from sampling.transforms import (
 )
 from sampling.vocabulary import Vocabulary
 
+
 class Policy(Node):
     """How rows are drawn and when they end. Leaves are scalars or tables for one row, or [rows, ...] for a batch.
 

@@ -1,4 +1,4 @@
-"""How a plugin stands in a policy: a stage or a rule that each row has switched on, or not, with parameters of its own."""
+"""A plugin in a policy: a stage or a rule that a row has switched on, or not, with parameters of its own."""
 
 from __future__ import annotations
 
@@ -53,4 +53,9 @@ class PluginRule(StoppingRule):
     reason = StopReason.PLUGIN
 
     def __call__(self, state: StepState, tokens: jax.Array) -> jax.Array:
-        return self.plugin.made(self.values)(state, tokens) & jnp.asarray(self.on)
+        on = jnp.broadcast_to(jnp.asarray(self.on), tokens.shape)
+
+        def ends() -> jax.Array:
+            return self.plugin.made(self.values)(state, tokens) & on
+
+        return jax.lax.cond(jnp.any(on), ends, lambda: jnp.zeros_like(on))
