@@ -144,10 +144,12 @@ def load_plugins(refs: PluginRefs) -> Plugins:
 
 
 def _loaded(ref: PluginRef, kind: PluginKind, where: str) -> Plugin:
-    target, distribution = _found(ref, kind, where)
+    given = not isinstance(ref.use, str)
+    target = ref.use if given else _found(ref.use, kind, where)
     label = f"{where} {ref.name}"
     defaults = _parameters(target, label, kind)
-    version = _version(target, distribution, label)
+    # An object brings its version with it: where it is unpickled its source may be out of reach.
+    version = ref.version if given and ref.version else _version(target, label)
     if ref.version not in ("", version):
         raise ConfigError(
             f"{label}: expected version {ref.version}, here is {version}; install the version that is asked for. A run"
@@ -156,37 +158,34 @@ def _loaded(ref: PluginRef, kind: PluginKind, where: str) -> Plugin:
     return Plugin(kind, PluginRef(ref.use, ref.name, ref.before, version), target, defaults)
 
 
-def _found(ref: PluginRef, kind: PluginKind, where: str) -> tuple[Any, Any]:
-    """The target, and the distribution that offers it as an entry point, if one does."""
-    if not isinstance(ref.use, str):
-        return ref.use, None
+def _found(use: str, kind: PluginKind, where: str) -> Any:
+    """What a text names."""
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)  # last, so that a file there hides no package
-    reference, distribution = ref.use, None
-    if not REFERENCE.fullmatch(ref.use):
+    reference = use
+    if not REFERENCE.fullmatch(use):
         offered = importlib.metadata.entry_points(group=kind.group)
-        entries = {entry.value: entry for entry in offered.select(name=ref.use)}
-        if len(entries) != 1:
+        values = {entry.value for entry in offered.select(name=use)}
+        if len(values) != 1:
             names = sorted(set(offered.names))
-            found = f"{len(entries)} packages offer it" if entries else f"installed are {', '.join(names) or 'none'}"
+            found = f"{len(values)} packages offer it" if values else f"installed are {', '.join(names) or 'none'}"
             raise ConfigError(
-                f"{where}: {ref.use}: expected the name of one entry point of the group {kind.group}, {found};"
+                f"{where}: {use}: expected the name of one entry point of the group {kind.group}, {found};"
                 " install the package that offers it, or name it as package.module:name"
             )
-        ((reference, entry),) = entries.items()
-        distribution = entry.dist
+        (reference,) = values
     module_name, _, path = reference.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:  # foreign code, which raises what it likes
         raise ConfigError(
-            f"{where}: {ref.use}: module {module_name} cannot be imported: {type(error).__name__}: {error}"
+            f"{where}: {use}: module {module_name} cannot be imported: {type(error).__name__}: {error}"
         ) from error
     for part in path.split("."):
         if not hasattr(found, part):
-            raise ConfigError(f"{where}: {ref.use}: {module_name} has no {path}; check the name after the colon")
+            raise ConfigError(f"{where}: {use}: {module_name} has no {path}; check the name after the colon")
         found = getattr(found, part)
-    return found, distribution
+    return found
 
 
 def _parameters(target: Any, label: str, kind: PluginKind) -> tuple[tuple[str, Any], ...]:
@@ -217,20 +216,21 @@ def _parameters(target: Any, label: str, kind: PluginKind) -> tuple[tuple[str, A
     return tuple((parameter.name, parameter.default) for parameter in parameters)
 
 
-def _version(target: Any, distribution: Any, label: str) -> str:
-    """What tells a plugin from what it was before: its own `version`, that of its package, or a digest of its code."""
+def _version(target: Any, label: str) -> str:
+    """What tells a plugin from what it was before: its own `version`, that of the installed package that holds its
+    file, or a digest of the file."""
     if (own := getattr(target, VERSION, None)) is not None:
         if not isinstance(own, str) or not own:
             raise ConfigError(f"{label}: {VERSION}: expected text, got {short(own)}")
         return own
-    if distribution is not None:
-        return distribution.version
-    package = target.__module__.partition(".")[0]
-    if names := importlib.metadata.packages_distributions().get(package):
-        return importlib.metadata.version(names[0])
     try:
-        module = inspect.getsourcefile(target)
-        code = Path(module).read_bytes() if module and Path(module).is_file() else inspect.getsource(target).encode()
+        file = Path(inspect.getsourcefile(target) or "").resolve()
+        package = target.__module__.partition(".")[0]
+        for name in importlib.metadata.packages_distributions().get(package, ()):
+            distribution = importlib.metadata.distribution(name)
+            if Path(str(distribution.locate_file(""))).resolve() in file.parents:
+                return distribution.version
+        code = file.read_bytes() if file.is_file() else inspect.getsource(target).encode()
     except (OSError, TypeError) as error:
         raise ConfigError(f"{label}: its code cannot be read, so give it an attribute {VERSION}: a text") from error
     return f"sha256:{hashlib.sha256(code).hexdigest()[:12]}"

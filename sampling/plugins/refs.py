@@ -47,7 +47,7 @@ class PluginRef:
         use: `package.module:name`, the name of an entry point, or the class or function itself.
         name: by which rows name it; "" takes the last part of `use`, in snake_case.
         before: stage of every order before which a transform stands; those of one stage stand as they are listed.
-        version: that it must have; "" accepts any.
+        version: that it must have; "" accepts any. Of a class or function itself: that it has.
     """
 
     use: Any

@@ -1,6 +1,5 @@
-"""sampling/plugins/: what is loaded and what is refused, and that rows keep all promises with plugins in their policies."""
+"""sampling/plugins/: what is loaded and what is refused; rows keep all promises with plugins in their policies."""
 
-import dataclasses
 import random
 from dataclasses import dataclass
 
@@ -184,7 +183,7 @@ def test_what_a_row_may_not_ask_is_refused_when_it_comes(engine):
         with pytest.raises(ConfigError, match=message):
             engine.submit(asked(BASE.replace(plugins=given)))
     assert engine.idle
-    with pytest.raises(ConfigError, match="no such plugin, there are none; .* the section `plugins`"):
+    with pytest.raises(ConfigError, match=r"no such plugin, there are none; .* the section `plugins`"):
         lower(BASE.replace(plugins={"cooler": {}}))
 
 
@@ -226,7 +225,7 @@ def test_declarations_read_back_what_they_write():
     assert PluginRefs.of(refs.to_dict()) == refs and PluginRefs.of(None) == PluginRefs.of({}) == PluginRefs()
     pinned = load_plugins(PluginRefs.of(PLUGINS)).refs
     assert all(ref.version for _, _, ref in pinned)
-    other = dataclasses.replace(pinned.stopping[0], version="7")
+    other = PluginRef(f"{SameToken.__module__}:SameToken", version="7")
     with pytest.raises(ConfigError, match=r"stopping\[0\] same_token: expected version 7, here is .*; install"):
         load_plugins(PluginRefs(stopping=(other,)))
 
