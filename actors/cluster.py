@@ -202,7 +202,12 @@ def _plugin_code(plugins: PluginRefs) -> list[Path]:
     """Packages and modules of plugins that lie outside the installed ones: folders, and files."""
     places = []
     for name in plugins.top_modules():
-        spec = importlib.util.find_spec(name) if name != "__main__" else None  # what a script defines travels itself
+        if name == "__main__":  # what a script or a notebook defines travels by itself
+            continue
+        try:
+            spec = importlib.util.find_spec(name)
+        except ValueError:  # a module that was made and not found
+            continue
         folders = list(spec.submodule_search_locations or ()) if spec else []
         origin = folders[0] if folders else spec.origin if spec and spec.has_location else None
         if origin and not _installed(Path(origin).resolve().parent):

@@ -138,8 +138,8 @@ def _require_rows_apart(plugin: Plugin, vocab_size: int) -> None:
         return np.asarray(run(leaves, state, jnp.asarray(scores[rows] if transform else last)))
 
     here, there = of([0, 1, 2, 3]), of([4, 0, 5, 2])
-    for ours, theirs in ((0, 1), (2, 3)):
-        if not np.array_equal(here[ours], there[theirs], equal_nan=transform):
+    for ours, theirs in ((0, there[1]), (2, there[3]), (0, of([0] * ROWS)[2]), (2, of([2] * ROWS)[0])):
+        if not np.array_equal(here[ours], theirs, equal_nan=transform):
             raise ConfigError(
                 f"{label}: a row's result depends on the rows beside it, or on its place among them; each row has to be"
                 " worked on by itself, or else no row could be drawn again"

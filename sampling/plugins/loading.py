@@ -224,16 +224,28 @@ def _version(target: Any, label: str) -> str:
             raise ConfigError(f"{label}: {VERSION}: expected text, got {short(own)}")
         return own
     try:
-        file = Path(inspect.getsourcefile(target) or "").resolve()
-        package = target.__module__.partition(".")[0]
-        for name in importlib.metadata.packages_distributions().get(package, ()):
-            distribution = importlib.metadata.distribution(name)
-            if Path(str(distribution.locate_file(""))).resolve() in file.parents:
-                return distribution.version
-        code = file.read_bytes() if file.is_file() else inspect.getsource(target).encode()
+        source = inspect.getsourcefile(target)
+        if source and Path(source).is_file():
+            file = Path(source).resolve()
+            if version := _installed_version(file, target.__module__):
+                return version
+            code = file.read_bytes()
+        else:
+            code = inspect.getsource(target).encode()
     except (OSError, TypeError) as error:
         raise ConfigError(f"{label}: its code cannot be read, so give it an attribute {VERSION}: a text") from error
     return f"sha256:{hashlib.sha256(code).hexdigest()[:12]}"
+
+
+def _installed_version(file: Path, module: str) -> str | None:
+    """That of the distribution that put a module's file where it is."""
+    depth, package = module.count("."), module.partition(".")[0]
+    root = (file.parent if file.name == "__init__.py" else file).parents[depth]
+    for distribution in importlib.metadata.distributions(path=[str(root)]):
+        record = f"\n{distribution.read_text('RECORD')}"
+        if f"\n{package}/" in record or f"\n{package}.py," in record:
+            return distribution.version
+    return None
 
 
 def _typed(value: Any, default: Any, where: str) -> Any:
