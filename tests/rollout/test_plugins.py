@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import subprocess
 import sys
@@ -76,7 +77,10 @@ def installed(package, use_folder):
 def config(tiny_config):
     rows = [{"id": name, "prompt": "abcabc", "n": 2, "sampling": policy} for name, policy in PROMPTS.items()]
     return tiny_config(
-        plugins=PLUGINS, prompts={"source": "inline", "rows": rows}, sampling={"max_new_tokens": 10, "ignore_eos": True}
+        plugins=PLUGINS,
+        prompts={"source": "inline", "rows": rows},
+        sampling={"max_new_tokens": 10, "ignore_eos": True},
+        workers={"count": 1, "cpus": 0, "threads": int(os.environ["NPROC"])},
     )
 
 
