@@ -78,7 +78,7 @@ def _require_traceable(plugin: Plugin, vocab_size: int) -> None:
                     " it returns its result alone"
                 )
             says: Any = getattr(made, "is_neutral", None) if transform else None
-            return result, says() if says else jnp.asarray(False)
+            return result, says() if says else np.bool_(False)
 
         try:
             return jax.make_jaxpr(once, return_shape=True)(values, state, array)

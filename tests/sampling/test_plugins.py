@@ -1,6 +1,9 @@
 """sampling/plugins/: what is loaded and what is refused; rows keep all promises with plugins in their policies."""
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import jax
@@ -375,6 +378,19 @@ def test_what_breaks_the_contract_is_refused_before_anything_is_drawn(use, messa
     with pytest.raises(ConfigError, match=message) as caught:
         require_contract(plugins, 32)
     assert str(caught.value).startswith(f"plugins.transforms {plugins.loaded[0].name}: ")
+
+
+def test_the_contract_is_checked_without_a_device():
+    code = (
+        "from sampling.plugins import PluginRefs, load_plugins\n"
+        "from sampling.plugins.contract import require_contract\n"
+        "names = ['tests.example_plugin.example_plugin:Cooler', 'tests.example_plugin.example_plugin:no_echo']\n"
+        "require_contract(load_plugins(PluginRefs.of({'transforms': names})), 32)\n"
+        "import jax; print('checked'); jax.devices()"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "nowhere"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "checked\n" and "nowhere" in done.stderr and done.returncode == 1
 
 
 def counts(state, tokens):
