@@ -33,7 +33,7 @@ _WORKER_PACKAGES = ("sampling", "actors")
 
 
 @contextlib.contextmanager
-def connected(address: str | None, placement: Placement, plugins: PluginRefs | None = None) -> Iterator[None]:
+def connected(address: str | None, placement: Placement, plugins: PluginRefs | None = None) -> Iterator[PluginRefs]:
     """Within it this process is connected to Ray.
 
     A connection that exists already is used and left open. Otherwise the process joins the cluster at `address`, or
@@ -45,11 +45,14 @@ def connected(address: str | None, placement: Placement, plugins: PluginRefs | N
         address: of a running cluster ("host:port", "ray://host:port" or "auto"); None starts one.
         placement: a private cluster gets at least the processors that it asks for, be they real or not.
         plugins: those of the workers; to a cluster that is joined, their code is carried where it is not installed.
+    Yields:
+        The plugins as workers load them.
     Raises:
         ConfigError: no cluster answers at the address, or a private one would lack GPUs or TPUs.
     """
+    plugins = plugins or PluginRefs()
     if ray.is_initialized():
-        yield
+        yield plugins
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
@@ -57,13 +60,13 @@ def connected(address: str | None, placement: Placement, plugins: PluginRefs | N
     try:
         with _signals_held():
             if address:
-                _join(address, quiet, plugins or PluginRefs())
+                _join(address, quiet, plugins)
             else:
                 cpus = max(os.cpu_count() or 1, math.ceil(placement.num_workers * placement.cpus))
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
         if not address:
             _require_devices(placement)
-        yield
+        yield plugins.carried(_plugin_code(plugins)) if address else plugins
     finally:
         ray.shutdown()
 
@@ -180,7 +183,8 @@ def match_worker(placement: Placement) -> None:
 def _runtime_env(placement: Placement, plugins: PluginRefs) -> dict[str, Any]:
     """On this machine workers find code that is not installed by the path on which it lies."""
     environment = worker_environment(placement)
-    code = [*([] if _installed(_SOURCE_ROOT) else [_SOURCE_ROOT]), *(place.parent for place in _plugin_code(plugins))]
+    ours = [] if _installed(_SOURCE_ROOT) else [_SOURCE_ROOT]
+    code = [*ours, *(place.parent for place in _plugin_code(plugins).values())]
     if code and all(_runs_here(node) for node in ray.nodes()):
         paths = [*map(str, dict.fromkeys(code)), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
@@ -194,13 +198,13 @@ def _carried_code(plugins: PluginRefs) -> dict[str, Any]:
     Where the packages are installed, every host is expected to have the same.
     """
     ours = [] if _installed(_SOURCE_ROOT) else [_SOURCE_ROOT / name for name in _WORKER_PACKAGES]
-    code = [str(place) for place in (*ours, *_plugin_code(plugins))]
+    code = [str(place) for place in (*ours, *_plugin_code(plugins).values())]
     return {"py_modules": code} if code else {}
 
 
-def _plugin_code(plugins: PluginRefs) -> list[Path]:
-    """Packages and modules of plugins that lie outside the installed ones: folders, and files."""
-    places = []
+def _plugin_code(plugins: PluginRefs) -> dict[str, Path]:
+    """Packages and modules of plugins that lie outside the installed ones, by name: folders, and files."""
+    places = {}
     for name in plugins.top_modules():
         if name == "__main__":  # what a script or a notebook defines travels by itself
             continue
@@ -211,7 +215,7 @@ def _plugin_code(plugins: PluginRefs) -> list[Path]:
         folders = list(spec.submodule_search_locations or ()) if spec else []
         origin = folders[0] if folders else spec.origin if spec and spec.has_location else None
         if origin and not _installed(Path(origin).resolve().parent):
-            places.append(Path(origin).resolve())
+            places[name] = Path(origin).resolve()
     return places
 
 

@@ -148,8 +148,8 @@ def _loaded(ref: PluginRef, kind: PluginKind, where: str) -> Plugin:
     target = ref.use if given else _found(ref.use, kind, where)
     label = f"{where} {ref.name}"
     defaults = _parameters(target, label, kind)
-    # An object brings its version with it: where it is unpickled its source may be out of reach.
-    version = ref.version if given and ref.version else _version(target, label)
+    # An object, or code that was carried, brings its version with it: package and source may be out of reach here.
+    version = ref.version if (given or ref.carried) and ref.version else _version(target, label)
     if ref.version not in ("", version):
         raise ConfigError(
             f"{label}: expected version {ref.version}, here is {version}; install the version that is asked for. A run"

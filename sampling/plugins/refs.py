@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Self
@@ -48,18 +48,33 @@ class PluginRef:
         name: by which rows name it; "" takes the last part of `use`, in snake_case.
         before: stage of every order before which a transform stands; those of one stage stand as they are listed.
         version: that it must have; "" accepts any. Of a class or function itself: that it has.
+        carried: its code was carried here from where it was loaded, and is of that version.
     """
 
     use: Any
     name: str = ""
     before: str = LAST
     version: str = ""
+    carried: bool = False
 
     def __post_init__(self) -> None:
         if not self.name:
             words = self.use if isinstance(self.use, str) else getattr(self.use, "__qualname__", "")
             last = re.split(r"[.:]", words)[-1]
             object.__setattr__(self, "name", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last).lower())
+
+    def located(self, kind: PluginKind) -> PluginRef:
+        """The same with `package.module:name` in the place of an entry point's name, where one is found."""
+        if not isinstance(self.use, str) or REFERENCE.fullmatch(self.use):
+            return self
+        values = [entry.value for entry in entry_points(group=kind.group, name=self.use)]
+        return dataclasses.replace(self, use=values[0]) if values else self
+
+    def top_module(self, kind: PluginKind) -> str:
+        """The package or module in which it lies; "" where that is not known."""
+        use = self.located(kind).use
+        where = use if isinstance(use, str) else use.__module__
+        return re.split(r"[.:]", where)[0] if ":" in where or not isinstance(use, str) else ""
 
     def check(self, where: str, kind: PluginKind) -> None:
         """Refuses what no plugin could be loaded from.
@@ -122,17 +137,16 @@ class PluginRefs:
                 yield f"plugins.{kind}[{i}]", kind, ref
 
     def top_modules(self) -> tuple[str, ...]:
-        """The packages or modules in which the plugins are looked for, each once."""
-        names = {}
+        """The packages or modules in which the plugins lie, each once."""
+        return tuple(dict.fromkeys(name for _, kind, ref in self if (name := ref.top_module(kind))))
+
+    def carried(self, modules: Collection[str]) -> PluginRefs:
+        """As they are loaded where the code of some top modules was carried, and nothing else that was installed."""
+        refs: dict[str, list[PluginRef]] = {kind: [] for kind in PluginKind}
         for _, kind, ref in self:
-            if not isinstance(ref.use, str):
-                where = ref.use.__module__
-            elif ":" in ref.use:
-                where = ref.use
-            else:
-                where = next((entry.value for entry in entry_points(group=kind.group, name=ref.use)), "")
-            names[re.split(r"[.:]", where)[0]] = None
-        return tuple(name for name in names if name)
+            there = ref.top_module(kind) in modules
+            refs[kind].append(dataclasses.replace(ref.located(kind), carried=True) if there else ref)
+        return PluginRefs(**{kind: tuple(some) for kind, some in refs.items()})
 
     @classmethod
     def of(cls, values: Any) -> Self:
@@ -161,10 +175,14 @@ class PluginRefs:
 
     def to_dict(self) -> dict[str, list[dict[str, Any]]]:
         """As plain values, which `of` reads back; those given as objects stay objects."""
-        values = {str(kind): [dict(vars(ref)) for ref in getattr(self, kind)] for kind in PluginKind}
-        for ref in values["stopping"]:
-            del ref["before"]
-        return values
+        return {
+            str(kind): [{name: getattr(ref, name) for name in _KEYS[kind]} for ref in getattr(self, kind)]
+            for kind in PluginKind
+        }
+
+
+_KEYS = {PluginKind.TRANSFORM: ("use", "name", "before", "version"), PluginKind.RULE: ("use", "name", "version")}
+"""What a config says of a plugin."""
 
 
 def _read(item: Any, where: str) -> PluginRef:
@@ -172,7 +190,7 @@ def _read(item: Any, where: str) -> PluginRef:
         return item
     if not isinstance(item, Mapping):
         return PluginRef(item)
-    known = [field.name for field in dataclasses.fields(PluginRef)]
+    known = _KEYS[PluginKind.TRANSFORM]
     for key in item:
         if key not in known:
             raise ConfigError(f"{where}.{key}: no such key; known are {', '.join(known)}")
