@@ -1,7 +1,5 @@
 """What `rollout explain` promises: it draws every recorded token again, and says so where it cannot."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import io
