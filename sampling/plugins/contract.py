@@ -147,7 +147,7 @@ def _require_rows_apart(plugin: Plugin, vocab_size: int) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def _text(program: Any) -> str:

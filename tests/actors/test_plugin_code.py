@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 
 import pytest
 
@@ -25,7 +26,9 @@ def site(tmp_path, monkeypatch):
     (metadata / "RECORD").write_text("carried_package/__init__.py,,\n")
     (metadata / "entry_points.txt").write_text("[rollout.transforms]\ncarried = carried_package:same\n")
     monkeypatch.syspath_prepend(folder)
-    return folder
+    yield folder
+    for name in ("carried_package", "carried_module"):
+        sys.modules.pop(name, None)
 
 
 def refs():

@@ -361,7 +361,7 @@ class WordyNeutral:
         (transposed, r"expected scores float32 \[4, 32\], as it was given; got float32 \[32, 4\]"),
         (pair, r"expected scores float32 \[4, 32\], as it was given; got tuple"),
         (nothing, r"expected scores float32 \[4, 32\], as it was given; got NoneType"),
-        (branching, r"asks for values on the host: .* one compiled loop .* jnp\.where in place of if"),
+        (branching, r"asks for values on the host: .* one compiled loop .*\(jnp\.where in place of if\)"),
         (on_the_host, r"asks for values on the host: .* find what it has to remember in the state"),
         (called_back, r"works on the host or has side effects \(pure_callback\)"),
         (printed, r"works on the host or has side effects \(debug_"),
