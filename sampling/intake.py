@@ -20,6 +20,19 @@ from sampling.vocabulary import Vocabulary, control_tokens
 log = logging.getLogger(__name__)
 
 
+def require_positions(info: CheckpointInfo, cache_len: int) -> None:
+    """Refuses a cache that is longer than the model's positions.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if cache_len > info.config.max_position:
+        raise ConfigError(
+            f"geometry.cache_len: expected at most {info.config.max_position}, the positions that {info.name} was made"
+            f" for, got {cache_len}"
+        )
+
+
 class Intake:
     """Checks requests against a checkpoint and a cache.
 

@@ -86,7 +86,7 @@ class Policy(Node):
 
     def stages(self, order: str) -> list[str]:
         """The names of the stages in one of the orders, first to last."""
-        names = list(STAGES[order])
+        names: list[str] = list(STAGES[order])
         for name, before in self.plugins:
             names.insert(names.index(before), name)
         return names

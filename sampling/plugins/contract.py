@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from sampling.errors import ConfigError
-from sampling.plugins.loading import Plugin, Plugins
-from sampling.plugins.refs import PluginKind
+from sampling.plugins.loading import Plugin, Plugins, load_plugins
+from sampling.plugins.refs import PluginKind, PluginRefs
+from sampling.plugins.stages import PluginRule, PluginStage
 from sampling.state import StepState
+from sampling.transforms.base import apply
+from sampling.widths import compiler_options
 
 ROWS = 4
 """Rows of the states that plugins are tried on; two parts of which are compared."""
@@ -33,6 +38,14 @@ _COMPILED = (
 )
 
 
+def checked_plugins(refs: PluginRefs, vocab_size: int, widths: Sequence[int]) -> Plugins:
+    """Loads plugins and holds them to all of the contract; arguments and errors as those of the steps."""
+    plugins = load_plugins(refs)
+    require_contract(plugins, vocab_size)
+    require_rows_apart(plugins, vocab_size, widths)
+    return plugins
+
+
 def require_contract(plugins: Plugins, vocab_size: int) -> None:
     """Traces every plugin once, without a device, on a small state over a vocabulary.
 
@@ -44,14 +57,17 @@ def require_contract(plugins: Plugins, vocab_size: int) -> None:
         _require_traceable(plugin, vocab_size)
 
 
-def require_rows_apart(plugins: Plugins, vocab_size: int) -> None:
-    """Runs every plugin on two small batches that share rows: a row's result may depend on nothing but the row.
+def require_rows_apart(plugins: Plugins, vocab_size: int, widths: Sequence[int] = ()) -> None:
+    """Runs every plugin on batches that share rows: a row's result may depend on nothing but the row.
 
+    Args:
+        widths: numbers of rows that there are programs for, among which a row's bits may not differ either.
     Raises:
-        ConfigError: it depends on the rows beside it, or on its place among them.
+        ConfigError: it depends on the rows beside it, on its place among them, or on how many there are.
     """
     for plugin in plugins:
-        _require_rows_apart(plugin, vocab_size)
+        for sizes in ((ROWS,), widths):
+            _require_rows_apart(plugin, vocab_size, sizes)
 
 
 def _label(plugin: Plugin) -> str:
@@ -116,34 +132,56 @@ def _require_shape(got: Any, shape: tuple[int, ...], dtype: Any, what: str, why:
         raise ConfigError(f"{what} {wanted}, {why}; got {got.dtype} {list(got.shape)}")
 
 
-def _require_rows_apart(plugin: Plugin, vocab_size: int) -> None:
-    label, transform = _label(plugin), plugin.kind is PluginKind.TRANSFORM
+def _require_rows_apart(plugin: Plugin, vocab_size: int, sizes: Sequence[int]) -> None:
+    transform = plugin.kind is PluginKind.TRANSFORM
     random = np.random.default_rng(0)
-    histories = random.integers(0, vocab_size, (ROWS + 2, CAPACITY - 1))
-    scores = random.normal(0, 3, (ROWS + 2, vocab_size)).astype(np.float32)
-    keys = random.integers(0, 2**32, (ROWS + 2, 2), np.uint32)
     lengths = [(1, 0), (3, 2), (2, 7), (4, 4), (1, 5), (5, 1)]
-    leaves = {name: np.full(ROWS, leaf) for name, leaf in plugin.leaves({}).items()}
+    histories = random.integers(0, vocab_size, (len(lengths), CAPACITY - 1))
+    scores = random.normal(0, 3, (len(lengths), vocab_size)).astype(np.float32)
+    keys = random.integers(0, 2**32, (len(lengths), 2), np.uint32)
+    leaves = [_other_values(plugin, row) for row in range(len(lengths))]
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=dict(compiler_options()))
     def run(values: Any, state: StepState, array: jax.Array) -> jax.Array:
-        return plugin.made(values)(state, array)
+        on = jnp.ones(array.shape[0], bool)
+        if transform:
+            return apply(PluginStage(on, values, plugin), state, array)
+        return PluginRule(on, values, plugin)(state, array)
 
-    def of(rows: list[int]) -> np.ndarray:
+    def of(rows: np.ndarray) -> np.ndarray:
         prompts = [histories[row, : lengths[row][0]].tolist() for row in rows]
         drawn = [histories[row, lengths[row][0] : sum(lengths[row])].tolist() for row in rows]
         state = StepState.from_histories(prompts, drawn, CAPACITY, vocab_size=vocab_size)
-        state = state.replace(keys=jnp.asarray(keys[rows]))
-        last = np.array([history[-1] for history in (p + d for p, d in zip(prompts, drawn, strict=True))], np.int32)
-        return np.asarray(run(leaves, state, jnp.asarray(scores[rows] if transform else last)))
+        last = np.array([(prompt + tokens)[-1] for prompt, tokens in zip(prompts, drawn, strict=True)], np.int32)
+        values = {name: np.stack([leaves[row][name] for row in rows]) for name, _ in plugin.defaults}
+        array = jnp.asarray(scores[rows] if transform else last)
+        return np.asarray(run(values, state.replace(keys=jnp.asarray(keys[rows])), array))
 
-    here, there = of([0, 1, 2, 3]), of([4, 0, 5, 2])
-    for ours, theirs in ((0, there[1]), (2, there[3]), (0, of([0] * ROWS)[2]), (2, of([2] * ROWS)[0])):
-        if not np.array_equal(here[ours], theirs, equal_nan=transform):
-            raise ConfigError(
-                f"{label}: a row's result depends on the rows beside it, or on its place among them; each row has to be"
-                " worked on by itself, or else no row could be drawn again"
-            )
+    seen: dict[int, np.ndarray] = {}
+    for size in sizes:
+        places = np.arange(size)
+        forwards, backwards = (places + 1) % len(lengths), (-places - 1) % len(lengths)
+        for rows in (forwards, backwards, 0 * places, 0 * places + 2):  # the last two: one row alone
+            for row, result in zip(rows.tolist(), of(rows), strict=True):
+                if not np.array_equal(seen.setdefault(row, result), result, equal_nan=transform):
+                    raise ConfigError(
+                        f"{_label(plugin)}: a row's result depends on the rows beside it, on its place among them, or"
+                        " on how many there are; each row has to be worked on by itself, or else no row could be drawn"
+                        " again"
+                    )
+
+
+def _other_values(plugin: Plugin, row: int) -> dict[str, Any]:
+    """Numbers for a row that are not another row's, where the plugin takes them; else the defaults."""
+    others = {
+        name: default != (row % 2 == 1) if isinstance(default, bool) else default + row
+        for name, default in plugin.defaults
+    }
+    try:
+        plugin.settings(others, "")
+    except ConfigError:
+        others = {}
+    return plugin.leaves(others)
 
 
 def _first_line(error: Exception) -> str:

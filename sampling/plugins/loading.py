@@ -65,7 +65,8 @@ class Plugin:
         Args:
             values: of its parameters, scalars or [rows].
         """
-        return self.target(**values) if inspect.isclass(self.target) else functools.partial(self.target, **values)
+        target: Any = self.target
+        return target(**values) if inspect.isclass(target) else functools.partial(target, **values)
 
     def leaves(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Every parameter as a NumPy scalar, the default where `settings` has none."""

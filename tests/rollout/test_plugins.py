@@ -140,8 +140,9 @@ def test_every_token_is_explained(run):
 @pytest.mark.parametrize("path", ["replay", "forward"])
 def test_a_run_with_plugins_is_scored_under_its_own_policies(run, tmp_path, path):
     score_source(run, load_score_config(run, None, [f"path={path}"]), tmp_path / "scored")
-    (file,) = (tmp_path / "scored" / SCORED_NAME / "default").glob("*.parquet")
-    for record, row in zip(read_trajectories(run), read_scored(file), strict=True):
+    files = sorted((tmp_path / "scored" / SCORED_NAME / "default").glob("*.parquet"))
+    scored = [row for file in files for row in read_scored(file)]
+    for record, row in zip(read_trajectories(run), scored, strict=True):
         assert row.outcome is Outcome.SCORED
         apart = np.abs(row.behaviour_logprobs - record.behaviour_logprobs)
         assert (apart == 0).all() if path == "replay" else np.median(apart) < 1e-4
@@ -183,7 +184,7 @@ def test_a_policy_that_asks_for_the_impossible_is_refused_before_workers_start(i
         ({"warmer": {}}, r"plugins\.warmer: no such plugin, known are cooler, no_echo, same_token"),
     ):
         rows = [{"id": "a", "prompt": "abc", "sampling": {"plugins": plugins}}]
-        wrong = config.model_copy(update={"prompts": config.prompts.model_copy(update={"rows": rows})})
+        wrong = config.model_copy(update={"prompts": config.prompts.model_copy(update={"rows": tuple(rows)})})
         with pytest.raises((ConfigError, PromptError), match=message):
             sample_run(wrong, tmp_path / "run")
 

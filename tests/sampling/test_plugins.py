@@ -24,7 +24,7 @@ from tests.example_plugin.example_plugin import Cooler, SameToken, no_echo
 from tests.sampling.test_engine import assert_same_bits, prompt, rows
 from tests.tiny_models import tiny_llama
 
-GEOMETRY = Geometry(slots=8, cache_len=64, prefill_chunk=8)
+GEOMETRY = Geometry(slots=12, cache_len=64, prefill_chunk=8)
 PLUGINS = {
     "transforms": [Cooler, {"use": no_echo, "name": "echo", "before": "greedy"}],
     "stopping": [SameToken],
@@ -63,7 +63,11 @@ def engine(checkpoint):
 
 @pytest.fixture(scope="module")
 def drawn(engine):
-    return rows(engine.generate(all_asked()))
+    """One row of each example, drawn beside four more, which is more than the narrow program has room for."""
+    assert sorted(engine._programs.decode) == [8, 12]
+    beside = [Request(f"beside{i}", prompt(i, 4), BASE.replace(max_new_tokens=24), run_seed=7) for i in range(4)]
+    found = rows(engine.generate([*all_asked(), *beside]))
+    return {(name, sample): row for (name, sample), row in found.items() if not name.startswith("beside")}
 
 
 def loaded(kind, *uses):
@@ -414,7 +418,20 @@ def all_or_none(state, tokens):
     return jnp.broadcast_to(jnp.all(state.step > 2), tokens.shape)
 
 
-@pytest.mark.parametrize(("kind", "use"), [("transforms", mixing), ("transforms", by_place), ("stopping", all_or_none)])
+@dataclass(frozen=True)
+class Strongest:
+    """Gives all rows the parameter of one."""
+
+    strength: jax.Array | float = 1.0
+
+    def __call__(self, state, logits):
+        return logits * jnp.max(jnp.asarray(self.strength))
+
+
+@pytest.mark.parametrize(
+    ("kind", "use"),
+    [("transforms", mixing), ("transforms", by_place), ("transforms", Strongest), ("stopping", all_or_none)],
+)
 def test_what_lets_rows_depend_on_each_other_is_refused(kind, use):
     plugins = loaded(kind, use)
     require_contract(plugins, 32)
@@ -422,10 +439,22 @@ def test_what_lets_rows_depend_on_each_other_is_refused(kind, use):
         require_rows_apart(plugins, 32)
 
 
+def by_number(state, logits):
+    return logits + logits.shape[0]
+
+
+def test_what_differs_between_programs_of_other_widths_is_refused():
+    plugins = loaded("transforms", by_number)
+    require_contract(plugins, 32)
+    require_rows_apart(plugins, 32, (8,))
+    with pytest.raises(ConfigError, match="or on how many there are"):
+        require_rows_apart(plugins, 32, (8, 12))
+
+
 def test_the_example_keeps_to_the_contract():
     plugins = load_plugins(PluginRefs.of(PLUGINS))
     require_contract(plugins, 32)
-    require_rows_apart(plugins, 32)
+    require_rows_apart(plugins, 32, (8, 32, 40))
     assert [plugin.argmax_invariant for plugin in plugins] == [True, False, False]
 
 
