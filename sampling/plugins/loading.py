@@ -65,8 +65,8 @@ class Plugin:
         Args:
             values: of its parameters, scalars or [rows].
         """
-        target: Any = self.target
-        return target(**values) if inspect.isclass(target) else functools.partial(target, **values)
+        bound = functools.partial(self.target, **values)
+        return bound() if inspect.isclass(self.target) else bound
 
     def leaves(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Every parameter as a NumPy scalar, the default where `settings` has none."""
