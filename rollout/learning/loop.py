@@ -141,6 +141,7 @@ class _Loop:
         self._pending: dict[str, Any] | None = None  # the line of a step whose evaluation is not in yet
         self._evaluated: list[TrajectoryGroup] = []
         self._evaluating = 0
+        self._initial: dict[str, Any] = {}  # what the weights were worth before the first step
         self._clock = Clock(lambda: pool.stats().engines, config.geometry.slots)
 
     def run(self, cursor: int, unevaluated: dict[str, Any] | None) -> None:
@@ -220,6 +221,8 @@ class _Loop:
         self._folder.add_evaluation(step, rows)
         figures = evaluation_figures(rows)
         self._progress.message(f"after {step} steps: accuracy {figures['eval_accuracy']:.3f} of {len(rows)} samples")
+        if step == 0:
+            self._initial = {f"initial_{name}": value for name, value in figures.items()}
         if self._pending is not None:
             self._folder.add_metrics(self._pending | figures)
             self._pending = None
@@ -257,6 +260,8 @@ class _Loop:
             self._pool.publish(params, self._learner.version)
         self._learnt += 1
         line = step_line(learning.batch, metrics, self._clock, learn_s)
+        if learning.batch.step == 0:
+            line |= self._initial
         self._pool.tell(
             policy_lag=line["policy_lag_max"], mismatch_p999=line["mismatch_p999"], mismatch_max=line["mismatch_max"]
         )

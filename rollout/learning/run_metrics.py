@@ -137,7 +137,8 @@ class TrainSummary:
             values = [line[name] for line in self.lines if line.get(name) is not None]
             if values:
                 table.add_row(name, f"{values[0]:.4g} at first, {values[-1]:.4g} at last")
-        accuracies = [line["eval_accuracy"] for line in self.lines if line.get("eval_accuracy") is not None]
+        names = "initial_eval_accuracy", "eval_accuracy"
+        accuracies = [line[name] for line in self.lines for name in names if line.get(name) is not None]
         if accuracies:
             table.add_row("eval_accuracy", ", ".join(f"{accuracy:.3f}" for accuracy in accuracies))
         table.add_row("wall time", f"{sum(line['step_s'] for line in self.lines):.1f} s in the steps")

@@ -131,7 +131,7 @@ def _training_tiles(metrics: Metrics) -> list[Tile]:
     tiles = []
     if (rewards := metrics.measured("reward_mean")).size:
         tiles.append(_first_to_last("reward", rewards, ends=max(1, min(_MOST_ENDS, rewards.size // _ENDS))))
-    if (accuracy := metrics.measured("eval_accuracy")).size:
+    if (accuracy := metrics.evaluations("eval_accuracy")[1]).size:
         tile = _first_to_last("accuracy, held out", accuracy, ends=1, percent=True)
         tiles.append(Tile(tile.name, tile.value, f"{accuracy.size} evaluation(s), best {accuracy.max():.1%}"))
     tiles.append(Tile("steps", f"{metrics.steps.size:,}", f"up to step {metrics.steps[-1]:,}"))

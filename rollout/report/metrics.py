@@ -34,6 +34,17 @@ class Metrics:
         column = self.columns.get(name, np.zeros(0))
         return column[np.isfinite(column)]
 
+    def evaluations(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """A figure of the held-out prompts: after how many steps, and what it was then."""
+        found = [
+            (step + ahead, value)
+            for column, ahead in ((f"initial_{name}", 0), (name, 1))
+            for step, value in zip(self.steps, self.columns.get(column, ()), strict=False)
+            if np.isfinite(value)
+        ]
+        steps, values = zip(*found, strict=True) if found else ((), ())
+        return np.array(steps, np.int64), np.array(values)
+
 
 def read_metrics(path: Path) -> Metrics:
     """Reads a metrics file. A last line that is cut off is one that is being written, and is left out.

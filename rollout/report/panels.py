@@ -122,7 +122,8 @@ def training_charts(metrics: Metrics) -> tuple[list[Chart], list[str]]:
                     log=log, span=panel.span, reference=panel.reference,
                 )
             )  # fmt: skip
-    known = {name for panel in _PANELS for name in panel.columns}
+    shown = {name for panel in _PANELS for name in panel.columns}
+    known = shown | {f"initial_{name}" for name in shown}
     for name, column in metrics.columns.items():
         if name not in known:
             line = Line(metrics.steps, column, name, dots=bool(np.isnan(column).mean() > 0.5))
@@ -161,11 +162,14 @@ def sampling_charts(tally: Tally) -> list[Chart]:
 
 def _marks(panel: _Panel, metrics: Metrics) -> tuple[Mark, ...]:
     steps, columns = metrics.steps, metrics.columns
-    marks: list[Mark] = [
-        Line(steps, columns[name], label, dots=name.startswith("eval_"), extreme=name.endswith("_max"))
-        for name, label in panel.lines
-        if name in columns
-    ]
+    marks: list[Mark] = []
+    for name, label in panel.lines:
+        if name.startswith("eval_"):
+            at, values = metrics.evaluations(name)
+            if values.size:
+                marks.append(Line(at, values, label, dots=True))
+        elif name in columns:
+            marks.append(Line(steps, columns[name], label, extreme=name.endswith("_max")))
     if panel.band and all(name in columns for name in panel.band[:2]):
         low, high, label = panel.band
         marks.append(Band(steps, columns[low], columns[high], label))

@@ -212,7 +212,7 @@ def test_metrics_that_were_not_measured_are_named_and_the_rest_is_drawn(run):
 
 def test_the_figures_at_the_top_go_from_first_to_last(run):
     lines = [{"step": step, "reward_mean": step / 100, "step_s": 6.0, "tokens": 500} for step in range(1, 101)]
-    lines[0]["eval_accuracy"], lines[99]["eval_accuracy"] = 0.25, 0.5
+    lines[0]["initial_eval_accuracy"], lines[99]["eval_accuracy"] = 0.25, 0.5
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     text = Page(write_report(run).page).text
     for said in ("0.030 → 0.980", "means of the first 5 and the last 5 steps", "25.0% → 50.0%", "10.0 min", "50 k"):

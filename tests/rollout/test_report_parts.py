@@ -32,6 +32,15 @@ def test_of_a_step_that_was_taken_twice_the_later_counts(tmp_path):
     assert metrics.steps.tolist() == [1, 2, 3] and metrics.columns["loss"].tolist() == [1, 5, 3]
 
 
+def test_evaluations_are_told_by_the_steps_before_them(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    lines = [{"initial_eval_accuracy": 0.1}, {"eval_accuracy": 0.4}, {}, {"eval_accuracy": 0.7}]
+    file.write_text("\n".join(json.dumps({"step": step, **line}) for step, line in enumerate(lines)))
+    steps, values = read_metrics(file).evaluations("eval_accuracy")
+    assert steps.tolist() == [0, 2, 4] and values.tolist() == [0.1, 0.4, 0.7]
+    assert [values.size for values in read_metrics(file).evaluations("eval_reward_mean")] == [0, 0]
+
+
 def test_a_long_completion_is_shown_from_both_ends():
     row = trajectory(
         completion_tokens=np.arange(4, 204, dtype=np.int32),

@@ -60,6 +60,7 @@ def test_equal_runs_are_equal_to_the_bit_and_a_killed_one_goes_on(tmp_path):
     again = train("toy-grpo", tmp_path / "again", *settings)
     assert untimed(whole) == untimed(again)
     assert [line["step"] for line in whole if "eval_accuracy" in line] == [3, 7, 8]
+    assert [line["step"] for line in whole if "initial_eval_accuracy" in line] == [0]
 
     command = [sys.executable, "-m", "rollout.cli", "train", "configs/toy-grpo.yaml", "--out", str(tmp_path / "killed")]
     command += [part for setting in settings for part in ("--set", setting)]

@@ -43,14 +43,15 @@ def write_training(
     for step in range(1, steps + 1):
         skill = 1 / (1 + np.exp(-8 * (step / steps - 0.45)))
         values = metrics(step, skill, rng)
-        if step == 1 or step % evaluate_every == 0:
-            at = 0 if step == 1 else step
+        after = 0 if step == 1 else step + 1
+        if after % evaluate_every == 0:
             rows = [
-                row for item in range(groups) for row in sums(f"held-out-{item}", 1, skill, at, encode, greedy=True)
+                row for item in range(groups) for row in sums(f"held-out-{item}", 1, skill, after, encode, greedy=True)
             ]
-            write(path / "evaluations" / f"step-{at:06}.parquet", rows)
+            write(path / "evaluations" / f"step-{after:06}.parquet", rows)
             accuracy = float(np.mean([row.reward or 0.0 for row in rows]))
-            values |= {"eval_accuracy": accuracy, "eval_reward_mean": accuracy, "eval_length_mean": 30 - 12 * skill}
+            figures = {"accuracy": accuracy, "reward_mean": accuracy, "length_mean": 30 - 12 * skill}
+            values |= {f"{'' if after else 'initial_'}eval_{name}": value for name, value in figures.items()}
         rows = [row for item in range(groups) for row in sums(f"sum-{step}-{item}", n, skill, step, encode)]
         write(path / "trajectories" / f"step-{step:06}.parquet", rows)
         lines.append(json.dumps(values))
