@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 import os
 import signal
@@ -18,6 +19,7 @@ import ray
 
 from actors.spec import Placement
 from sampling.errors import ConfigError
+from sampling.plugins import PluginRefs
 
 CONNECT_S = 10.0
 """Seconds for a cluster's port to answer."""
@@ -31,7 +33,7 @@ _WORKER_PACKAGES = ("sampling", "actors")
 
 
 @contextlib.contextmanager
-def connected(address: str | None, placement: Placement) -> Iterator[None]:
+def connected(address: str | None, placement: Placement, plugins: PluginRefs | None = None) -> Iterator[PluginRefs]:
     """Within it this process is connected to Ray.
 
     A connection that exists already is used and left open. Otherwise the process joins the cluster at `address`, or
@@ -42,11 +44,15 @@ def connected(address: str | None, placement: Placement) -> Iterator[None]:
     Args:
         address: of a running cluster ("host:port", "ray://host:port" or "auto"); None starts one.
         placement: a private cluster gets at least the processors that it asks for, be they real or not.
+        plugins: those of the workers; to a cluster that is joined, their code is carried where it is not installed.
+    Yields:
+        The plugins as workers load them.
     Raises:
         ConfigError: no cluster answers at the address, or a private one would lack GPUs or TPUs.
     """
+    plugins = plugins or PluginRefs()
     if ray.is_initialized():
-        yield
+        yield plugins
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
@@ -54,13 +60,13 @@ def connected(address: str | None, placement: Placement) -> Iterator[None]:
     try:
         with _signals_held():
             if address:
-                _join(address, quiet)
+                _join(address, quiet, plugins)
             else:
                 cpus = max(os.cpu_count() or 1, math.ceil(placement.num_workers * placement.cpus))
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
         if not address:
             _require_devices(placement)
-        yield
+        yield plugins.carried(_plugin_code(plugins)) if address else plugins
     finally:
         ray.shutdown()
 
@@ -98,13 +104,13 @@ def _signals_held() -> Iterator[None]:
             signal.raise_signal(held[0])
 
 
-def _join(address: str, quiet: dict[str, Any]) -> None:
+def _join(address: str, quiet: dict[str, Any], plugins: PluginRefs) -> None:
     """Connects to a running cluster. Its port is tried first: Ray itself would try for minutes."""
     try:
         host, _, port = address.removeprefix("ray://").rpartition(":")
         if address != "auto":
             socket.create_connection((host, int(port)), CONNECT_S).close()
-        ray.init(address=address, runtime_env=_carried_code(), **quiet)
+        ray.init(address=address, runtime_env=_carried_code(plugins), **quiet)
     except (OSError, ValueError, OverflowError, AttributeError) as error:  # ports that are none, addresses of no text
         raise ConfigError(
             f"address: expected that of a running Ray cluster (host:port, ray://host:port or auto), got {address!r}:"
@@ -123,7 +129,7 @@ def _require_devices(placement: Placement) -> None:
             )
 
 
-def worker_options(placement: Placement) -> dict[str, Any]:
+def worker_options(placement: Placement, plugins: PluginRefs | None = None) -> dict[str, Any]:
     """Options of a worker's actor. Ray restarts nothing by itself: retries are the pool's, in one place."""
     return {
         "num_cpus": placement.cpus,
@@ -131,7 +137,7 @@ def worker_options(placement: Placement) -> dict[str, Any]:
         "resources": {"TPU": placement.tpus} if placement.tpus else {},
         "max_restarts": 0,
         "max_task_retries": 0,
-        "runtime_env": _runtime_env(placement),
+        "runtime_env": _runtime_env(placement, plugins or PluginRefs()),
     }
 
 
@@ -174,26 +180,49 @@ def match_worker(placement: Placement) -> None:
             jax.config.update(name.lower(), float(value) if name.endswith("_SECS") else value)
 
 
-def _runtime_env(placement: Placement) -> dict[str, Any]:
-    """On this machine workers find a checkout that is not installed by the path on which it lies."""
+def _runtime_env(placement: Placement, plugins: PluginRefs) -> dict[str, Any]:
+    """On this machine workers find code that is not installed by the path on which it lies."""
     environment = worker_environment(placement)
-    if not _installed() and all(_runs_here(node) for node in ray.nodes()):
-        paths = [str(_SOURCE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ours = [] if _installed(_SOURCE_ROOT) else [_SOURCE_ROOT]
+    code = [*ours, *(place.parent for place in _plugin_code(plugins).values())]
+    if code and all(_runs_here(node) for node in ray.nodes()):
+        paths = [*map(str, dict.fromkeys(code)), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
     return {"env_vars": environment}
 
 
-def _carried_code() -> dict[str, Any]:
-    """To the hosts of a cluster Ray carries the packages of a checkout, a few hundred kilobytes, once per job.
+def _carried_code(plugins: PluginRefs) -> dict[str, Any]:
+    """To the hosts of a cluster Ray carries the packages of a checkout, a few hundred kilobytes, once per job; and the
+    packages or files of plugins.
 
     Where the packages are installed, every host is expected to have the same.
     """
-    return {} if _installed() else {"py_modules": [str(_SOURCE_ROOT / name) for name in _WORKER_PACKAGES]}
+    ours = [] if _installed(_SOURCE_ROOT) else [_SOURCE_ROOT / name for name in _WORKER_PACKAGES]
+    code = [str(place) for place in (*ours, *_plugin_code(plugins).values())]
+    return {"py_modules": code} if code else {}
 
 
-def _installed() -> bool:
+def _plugin_code(plugins: PluginRefs) -> dict[str, Path]:
+    """Packages and modules of plugins that lie outside the installed ones, by name: folders, and files."""
+    places = {}
+    for name in plugins.top_modules():
+        if name == "__main__":  # what a script or a notebook defines travels by itself
+            continue
+        try:
+            spec = importlib.util.find_spec(name)
+        except ValueError:  # a module that was made and not found
+            continue
+        folders = list(spec.submodule_search_locations or ()) if spec else []
+        origin = folders[0] if folders else spec.origin if spec and spec.has_location else None
+        if origin and not _installed(Path(origin).resolve().parent):
+            places[name] = Path(origin).resolve()
+    return places
+
+
+def _installed(folder: Path) -> bool:
+    """Whether a folder is one of those into which packages are installed."""
     places = {sysconfig.get_paths()["purelib"], site.getusersitepackages(), *site.getsitepackages()}
-    return any(Path(place).resolve() == _SOURCE_ROOT for place in places)
+    return any(Path(place).resolve() == folder for place in places)
 
 
 def _runs_here(node: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -95,8 +96,9 @@ class WorkerPool:
         if self._crew is not None:
             raise RunError("the pool is open already; enter it once, or use two pools")
         with contextlib.ExitStack() as closing:
-            closing.enter_context(connected(self._address, self._placement))
-            crew = Crew(self._spec, self._placement, self._deadlines, self._retry, self._chaos)
+            plugins = closing.enter_context(connected(self._address, self._placement, self._spec.plugins))
+            spec = dataclasses.replace(self._spec, plugins=plugins)
+            crew = Crew(spec, self._placement, self._deadlines, self._retry, self._chaos)
             closing.callback(crew.shutdown)
             while not crew.can_begin:
                 crew.poll(POLL_S)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from sampling.errors import ConfigError
+from sampling.plugins import PluginRefs
 from sampling.types import Geometry
 
 
@@ -17,11 +18,13 @@ class WorkerSpec:
         checkpoint: a reference that `sampling.load_checkpoint` reads; it must lead somewhere on every host.
         geometry: the engine's fixed shapes.
         dtype: "float32" or "bfloat16", of the model's matrix products.
+        plugins: transforms and rules from outside. What is not installed on a worker's host is carried there.
     """
 
     checkpoint: str
     geometry: Geometry = field(default_factory=Geometry)
     dtype: str = "float32"
+    plugins: PluginRefs = field(default_factory=PluginRefs)
 
     def __post_init__(self) -> None:
         _require(isinstance(self.checkpoint, str), "checkpoint", "text", self.checkpoint)

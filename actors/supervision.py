@@ -80,7 +80,8 @@ class Crew:
         self._spec, self._placement, self._deadlines, self._retry = spec, placement, deadlines, retry
         self._chaos = chaos
         remote: Any = ray.remote  # its annotations know no concurrency groups
-        self._actor_class = remote(concurrency_groups={CONTROL: 1, WEIGHTS: 1}, **worker_options(placement))(
+        options = worker_options(placement, spec.plugins)
+        self._actor_class = remote(concurrency_groups={CONTROL: 1, WEIGHTS: 1}, **options)(
             chaos.worker_class(SamplingWorker)
         )
         self._workers = [WorkerHandle(f"worker-{index}") for index in range(placement.num_workers)]

@@ -60,7 +60,7 @@ class SamplingWorker:
         """Loads the weights and compiles the engine's programs.
 
         Raises:
-            CheckpointError, ConfigError: the checkpoint or the engine's settings cannot be used.
+            CheckpointError, ConfigError: the checkpoint, the engine's settings or a plugin cannot be used.
         """
         from sampling.checkpoints import load_checkpoint, weights_digest  # here, and here alone, JAX opens a device
         from sampling.engine import Engine
@@ -68,7 +68,7 @@ class SamplingWorker:
         began = time.monotonic()
         checkpoint = load_checkpoint(self._spec.checkpoint)
         digest = weights_digest(checkpoint.params)
-        self._engine = Engine(checkpoint, self._spec.geometry, self._spec.dtype)
+        self._engine = Engine(checkpoint, self._spec.geometry, self._spec.dtype, plugins=self._spec.plugins)
         self._description = WorkerDescription(
             name=self._name,
             host=socket.gethostname(),

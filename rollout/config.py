@@ -18,11 +18,12 @@ from rollout.rewards import NO_REWARD, REWARD_TIMEOUT_S, require_reward_name
 from rollout.sources import Source
 from sampling.errors import ConfigError
 from sampling.params import SamplingParams
+from sampling.plugins import PluginRefs
 from sampling.types import Geometry
 
 _T = TypeVar("_T", Geometry, SamplingParams)
 
-IDENTITY = ("model", "geometry", "prompts", "sampling", "reward", "seed")
+IDENTITY = ("model", "geometry", "plugins", "prompts", "sampling", "reward", "seed")
 """Sections that determine what is written. The others say where and how fast it is made."""
 
 
@@ -127,7 +128,19 @@ def _build(section: str, values: Any, default: _T) -> _T:
     return dataclasses.replace(default, **values)
 
 
+def _read_plugins(values: Any) -> PluginRefs:
+    refs = PluginRefs.of(values)
+    for where, _, ref in refs:
+        if not isinstance(ref.use, str):
+            raise ConfigError(
+                f"{where}.use: a config names plugins by text, package.module:name or that of an entry point, got"
+                f" {shown(ref.use)}; objects are given to Rollouts or to Engine"
+            )
+    return refs
+
+
 GeometryField = Annotated[Geometry, PlainValidator(_read_geometry), PlainSerializer(dataclasses.asdict)]
+PluginsField = Annotated[PluginRefs, PlainValidator(_read_plugins), PlainSerializer(PluginRefs.to_dict)]
 SamplingField = Annotated[SamplingParams, PlainValidator(_read_sampling), PlainSerializer(SamplingParams.to_dict)]
 
 
@@ -141,6 +154,8 @@ class RunConfig(Section):
         model: which weights.
         prompts: where the prompts come from.
         geometry: the fixed shapes of each worker's engine.
+        plugins: transforms and stopping rules from outside that `sampling.plugins` may name. A run's folder holds them
+            with the versions that drew it, and no others continue, verify or explain it.
         sampling: how to sample; a prompt may replace single parameters.
         reward: name of the scorer, `package.module:name` of one's own, or "none".
         reward_timeout_s: seconds that the score of one completion may take before it is given up.
@@ -154,6 +169,7 @@ class RunConfig(Section):
     model: ModelConfig
     prompts: Source
     geometry: GeometryField = Geometry()
+    plugins: PluginsField = PluginRefs()
     sampling: SamplingField = SamplingParams()
     reward: RewardField = NO_REWARD
     reward_timeout_s: float = Field(default=REWARD_TIMEOUT_S, gt=0)

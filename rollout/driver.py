@@ -25,6 +25,8 @@ from rollout.tokenizer import Tokenizer
 from sampling.checkpoints import inspect_checkpoint, load_tokenizer
 from sampling.fingerprint import fingerprint_digest
 from sampling.params import SamplingParams
+from sampling.plugins import PluginRefs, Plugins, load_plugins
+from sampling.plugins.contract import require_contract
 
 
 def sample_run(
@@ -52,6 +54,8 @@ def sample_run(
     began = time.monotonic()
     progress = progress or ProgressReporter(quiet=True)
     chaos = Chaos.of(chaos)
+    plugins = load_plugins(config.plugins)
+    config = config.model_copy(update={"plugins": plugins.refs})  # with their versions, for the folder to keep
     with before_writes(chaos.before_write), RunFolder.open(out_dir, config) as folder:
         prompts_digest = digest_prompts(config.prompts)
         folder.require_same(prompts_digest=prompts_digest)
@@ -59,7 +63,8 @@ def sample_run(
             return RunSummary.from_folder(folder.path, already_finished=True)
         reward = reward_from_config(config.reward)
         checkpoint = inspect_checkpoint(config.model.checkpoint)
-        census = _count(read_prompts(config.prompts), config.sampling, checkpoint.tokenizer_len, reward)
+        require_contract(plugins, checkpoint.config.vocab_size)
+        census = _count(read_prompts(config.prompts), config.sampling, checkpoint.tokenizer_len, reward, plugins)
         tokenizer = Tokenizer(load_tokenizer(checkpoint))
         progress.message(f"starting {config.workers.count} worker(s) with {checkpoint.name}")
         rewarding = reward_pool(reward, config.reward_timeout_s, config.reward_workers)
@@ -125,13 +130,17 @@ class _Census:
     rows: int
 
 
-def _count(prompts: Iterable[Prompt], params: SamplingParams, known_tokens: int, reward: Reward | None) -> _Census:
+def _count(
+    prompts: Iterable[Prompt], params: SamplingParams, known_tokens: int, reward: Reward | None, plugins: Plugins
+) -> _Census:
     """Reads the whole source once, so that a bad line costs seconds before the run and not hours into it."""
     params.require_tokens(known_tokens, "sampling")
+    plugins.resolved(params)
     count = rows = 0
     for prompt in prompts:
         own = prompt.params(params)
         own.require_tokens(known_tokens, f"{prompt.place}: sampling")
+        plugins.resolved(own, f"{prompt.place}: sampling")
         require_scorable(reward, prompt)
         count, rows = count + 1, rows + own.n
     return _Census(count, rows)
@@ -140,10 +149,11 @@ def _count(prompts: Iterable[Prompt], params: SamplingParams, known_tokens: int,
 def worker_pool(
     config: RunConfig | ScoreConfig | TrainConfig, address: str | None, chaos: Chaos | None = None
 ) -> WorkerPool:
-    """The workers that a config asks for."""
+    """The workers that a config asks for; what is learnt from has no plugins."""
     workers = config.workers
+    plugins = PluginRefs() if isinstance(config, TrainConfig) else config.plugins
     return WorkerPool(
-        WorkerSpec(config.model.checkpoint, config.geometry, config.model.dtype),
+        WorkerSpec(config.model.checkpoint, config.geometry, config.model.dtype, plugins),
         Placement(workers.count, workers.cpus, workers.gpus, int(workers.tpus), workers.threads),
         Deadlines(workers.start_deadline_s, workers.group_deadline_s, workers.heartbeat_s),
         RetryPolicy(workers.max_group_attempts, workers.max_worker_restarts),

@@ -34,6 +34,7 @@ from sampling.explain import explain, place_in
 from sampling.explanation import Candidate, Explanation
 from sampling.fingerprint import fingerprint_digest
 from sampling.params import SamplingParams
+from sampling.plugins import load_plugins
 from sampling.types import StopReason
 
 COMPARED = ("behaviour_logprob", "model_logprob", "log_kept_mass", "entropy")
@@ -124,7 +125,7 @@ class RunExplainer:
             place: of the token in the completion, from 0; negative counts from the end.
             top: how many of the best tokens to show at each point.
         Raises:
-            ConfigError: there is no such record or token.
+            ConfigError: there is no such record or token; or a plugin of the run is missing or of another version.
             RecordError: the record or its file is damaged.
             CheckpointError: the checkpoint cannot be read, or is not what drew the record.
         """
@@ -167,10 +168,11 @@ class RunExplainer:
         """The engine that the run's workers had, with the weights that drew a record."""
         model = self._config.model
         if self._engine is None:
+            load_plugins(self._config.plugins)  # a fault of theirs is told before the weights are read
             self._progress.message(f"loading {model.checkpoint}")
             checkpoint = load_checkpoint(model.checkpoint)
             self._weights_digest = weights_digest(checkpoint.params)
-            self._engine = Engine(checkpoint, self._config.geometry, model.dtype)
+            self._engine = Engine(checkpoint, self._config.geometry, model.dtype, plugins=self._config.plugins)
         if self._weights_digest != record.weights_digest:
             raise CheckpointError(
                 f"{model.checkpoint}: expected weights of digest {record.weights_digest}, which drew {where}, got"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -47,7 +47,7 @@ def render(report: TokenReport, console: Console) -> None:
         _stages(found, width),
     )
     for name, value in found.without_effect.items():
-        show(f"set, but without effect on this row: {name} {value}")
+        show(f"set, but without effect on this row: {name} {_value(value)}")
     show(
         "",
         f"Drawn from {found.support:,} ids; entropy {found.entropy:.4f} nats",
@@ -128,7 +128,7 @@ def _rules(found: Explanation) -> Table:
             "" if part is None else quoted(part) if isinstance(part, str) else f"{part:,}"
             for part in (rule.before, rule.after)
         )
-        value = quoted(rule.value) if isinstance(rule.value, str) else str(rule.value)
+        value = quoted(rule.value) if isinstance(rule.value, str) else _value(rule.value)
         table.add_row(rule.name, _cut(value, 30), _cut(before, 20), _cut(after, 20), str(rule.verdict))
     return table
 
@@ -158,8 +158,14 @@ def _score(score: float) -> str:
 def _label(stage: StageView) -> str:
     """A stage and its parameter, which mostly have one name."""
     names = stage.name if stage.parameter in (None, stage.name) else f"{stage.name}, {stage.parameter}"
-    value = ", ".join(map(str, stage.value)) if isinstance(stage.value, list) else stage.value
-    return names if value is None else f"{names} {value}"
+    return names if stage.value is None else f"{names} {_value(stage.value)}"
+
+
+def _value(value: Any) -> str:
+    """A parameter's value, or all that a plugin was given."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {item}" for name, item in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _packed(words: list[str], width: int) -> Iterator[str]:

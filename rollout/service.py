@@ -18,6 +18,8 @@ from rollout.tokenizer import Tokenizer
 from sampling.checkpoints import inspect_checkpoint, load_tokenizer
 from sampling.errors import ConfigError, PromptError, RunError
 from sampling.params import SamplingParams
+from sampling.plugins import PluginRefs, load_plugins
+from sampling.plugins.contract import require_contract
 from sampling.types import Geometry
 
 
@@ -34,6 +36,8 @@ class Rollouts:
         workers: how many, or a Placement that also says where.
         geometry: fixed shapes of each worker's engine. Results keep their bits within one geometry.
         dtype: "float32" or "bfloat16", of the model's matrix products.
+        plugins: transforms and stopping rules of one's own that parameters may name (docs/plugins.md): {"transforms":
+            [...], "stopping": [...]}, each a class, a function, or text that names one.
         reward: scores each completion, in a process of its own; None scores nothing. Any function of (prompt, text)
             that can be pickled, those of a script or notebook included.
         reward_timeout_s: seconds that one score may take before it is given up, and recorded as failed.
@@ -50,6 +54,7 @@ class Rollouts:
         workers: int | Placement = 1,
         geometry: Geometry | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        plugins: PluginRefs | Mapping[str, Any] | None = None,
         reward: Reward | None = None,
         reward_timeout_s: float = REWARD_TIMEOUT_S,
         reward_workers: int = 1,
@@ -59,7 +64,8 @@ class Rollouts:
     ) -> None:
         self._checkpoint = checkpoint
         placement = workers if isinstance(workers, Placement) else Placement(num_workers=workers)
-        spec = WorkerSpec(str(checkpoint), geometry or Geometry(), dtype)
+        self._plugins = load_plugins(PluginRefs.of(plugins))
+        spec = WorkerSpec(str(checkpoint), geometry or Geometry(), dtype, self._plugins.refs)
         self._workers = WorkerPool(spec, placement, deadlines, retry, address=address)
         self._rewards = None if reward is None else RewardPool(reward, reward_timeout_s, reward_workers)
         self._run_id = uuid.uuid4().hex[:12]
@@ -73,7 +79,9 @@ class Rollouts:
             CheckpointError, ConfigError: checkpoint or geometry cannot be used.
             WorkerError: no worker could be started.
         """
-        tokenizer = Tokenizer(load_tokenizer(inspect_checkpoint(self._checkpoint)))
+        info = inspect_checkpoint(self._checkpoint)
+        require_contract(self._plugins, info.config.vocab_size)
+        tokenizer = Tokenizer(load_tokenizer(info))
         with ExitStack() as closing:
             if self._rewards:
                 closing.enter_context(self._rewards)

@@ -28,6 +28,7 @@ from sampling.checkpoints import inspect_checkpoint
 from sampling.errors import RecordError
 from sampling.fingerprint import fingerprint_digest
 from sampling.params import SamplingParams
+from sampling.plugins import load_plugins
 from sampling.types import Request, StopReason
 
 
@@ -77,7 +78,7 @@ def verify_run(
         share: of the prompts to replay, in (0, 1]; the same ones every time, and the first in any case.
         address: of a running Ray cluster; None starts Ray on this machine.
     Raises:
-        ConfigError: the folder holds no run.
+        ConfigError: the folder holds no run, or a plugin of it is missing or of another version.
         RecordError: the manifest cannot be read.
         WorkerError, CheckpointError: the run's model cannot be loaded.
     """
@@ -86,6 +87,7 @@ def verify_run(
     progress = progress or ProgressReporter(quiet=True)
     found = Verification()
     inspect_checkpoint(config.model.checkpoint)  # what is missing is told before workers start
+    load_plugins(config.plugins)
     with worker_pool(config, address) as pool:
         if pool.description.weights_digest != manifest.weights_digest:
             found.faults.append(

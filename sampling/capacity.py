@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sampling.params import SamplingParams
+from sampling.plugins import Plugins
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Capacity:
         support: ids of one token's recorded support.
         grammars, grammar_states, grammar_cells: different grammars of all rows together; their states, and one; the
             entries of their tables (sampling.grammar.tables).
+        plugins: the transforms and rules from outside. What an engine is made with stays.
     """
 
     end_ids: int = 16
@@ -40,6 +42,7 @@ class Capacity:
     grammars: int = 8
     grammar_states: int = 4096
     grammar_cells: int = 2**20
+    plugins: Plugins = field(default_factory=Plugins)
 
     @classmethod
     def needed(cls, params: SamplingParams) -> Capacity:
@@ -66,10 +69,12 @@ class Capacity:
     def grown_for(self, needed: Capacity) -> Capacity:
         """This capacity with every size that is too small raised to the power of two that suffices."""
         sizes = {}
-        for field in dataclasses.fields(self):
-            have, want = getattr(self, field.name), getattr(needed, field.name)
-            if field.name == "orders":
+        for size in dataclasses.fields(self):
+            have, want = getattr(self, size.name), getattr(needed, size.name)
+            if size.name == "orders":
                 sizes["orders"] = have + tuple(order for order in want if order not in have)
+            elif size.name == "plugins":
+                sizes["plugins"] = have
             else:
-                sizes[field.name] = have if want <= have else 1 << (want - 1).bit_length()
+                sizes[size.name] = have if want <= have else 1 << (want - 1).bit_length()
         return Capacity(**sizes)

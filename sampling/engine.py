@@ -7,6 +7,7 @@ of a row.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -26,11 +27,13 @@ from sampling.errors import ConfigError, RunError
 from sampling.fingerprint import numerics_fingerprint
 from sampling.grammar import TokenAutomaton
 from sampling.grammar.shelf import GrammarShelf
-from sampling.intake import Intake
+from sampling.intake import Intake, require_positions
 from sampling.memory_plan import available_bytes, require_memory
 from sampling.models import Transformer
 from sampling.open_group import OpenGroup, Resident
 from sampling.params import SamplingParams
+from sampling.plugins import PluginRefs
+from sampling.plugins.contract import checked_plugins
 from sampling.policy import Policy, lower
 from sampling.programs import Programs, compile_programs, empty_state, is_lost, rearranged
 from sampling.scoring import KnownSequence, Scorer
@@ -38,7 +41,7 @@ from sampling.staging import Staging
 from sampling.types import Geometry, Group, Request, StopReason
 from sampling.vocabulary import Vocabulary
 from sampling.weights import StagedWeights, WeightForm, require_version
-from sampling.widths import compiler_options
+from sampling.widths import compiler_options, decode_widths
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +63,10 @@ class Engine:
         geometry: the fixed shapes.
         dtype: "float32" or "bfloat16", of the model's matrix products.
         capacity: sizes of the policies' tables.
+        plugins: transforms and rules from outside that requests may name, as PluginRefs.of takes them.
     Raises:
-        ConfigError: an unknown dtype, a cache longer than the model's positions, or more memory than there is.
+        ConfigError: an unknown dtype, a cache longer than the model's positions, or more memory than there is; or a
+            plugin that cannot be used.
     """
 
     def __init__(
@@ -70,27 +75,25 @@ class Engine:
         geometry: Geometry | None = None,
         dtype: str = "float32",
         capacity: Capacity | None = None,
+        plugins: PluginRefs | Mapping[str, Any] | None = None,
     ) -> None:
         geometry = geometry or Geometry()
         info = checkpoint.info
         if dtype not in DTYPES:
             raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-        if geometry.cache_len > info.config.max_position:
-            raise ConfigError(
-                f"geometry.cache_len: expected at most {info.config.max_position}, the positions that"
-                f" {info.name} was made for, got {geometry.cache_len}"
-            )
+        require_positions(info, geometry.cache_len)
         self.memory_plan = require_memory(info.config, geometry, DTYPES[dtype], available_bytes())
         log.info("memory of the engine: %s", self.memory_plan)
         self.geometry = geometry
         self.info = info
         self.policy_version = 0
         self.fingerprint = numerics_fingerprint(geometry, dtype)
-        self._capacity = capacity or Capacity()
+        self.plugins = checked_plugins(PluginRefs.of(plugins), info.config.vocab_size, decode_widths(geometry.slots))
+        self._capacity = dataclasses.replace(capacity or Capacity(), plugins=self.plugins)
         self._model = Transformer(info.config, dtype=DTYPES[dtype])
         self._form = WeightForm.of(checkpoint.params, self._model, info.tokenizer_len)
         self._params = self._form.on_device(checkpoint.params)
-        self._intake = Intake(info, geometry.cache_len)
+        self._intake = Intake(info, geometry.cache_len, self.plugins)
         self.vocabulary = self._intake.vocabulary()
         self._vocabulary = jax.device_put(self.vocabulary or Vocabulary.from_pieces([b"?"]))
         self._grammars = GrammarShelf(info.config.vocab_size, self._capacity)
@@ -303,7 +306,7 @@ class Engine:
         width = self._programs.width_for(running)
         # With work waiting, every freed slot is worth a stop; otherwise only what a narrower program can take over is.
         min_active = running if self.waiting else self._programs.width_below(width) + 1
-        some = () if width == self.geometry.slots else (self._slots_of(width),)
+        some = [] if width == self.geometry.slots else [np.array([*self._resident, *self._free][:width], np.int32)]
         self._state, steps, busy = self._programs.decode[width](
             self._params,
             self._state,
@@ -317,10 +320,6 @@ class Engine:
         self._counts["steps"] += int(steps)
         self._counts["row_steps"] += int(steps) * width
         self._counts["busy_row_steps"] += int(busy)
-
-    def _slots_of(self, width: int) -> np.ndarray:
-        """So many slots, those that are in use among them; int32."""
-        return np.array([*self._resident, *self._free][:width], np.int32)
 
     def _collect(self) -> list[Group]:
         """Takes finished rows out of their slots and returns the groups that are complete with them."""

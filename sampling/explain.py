@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sampling.capacity import Capacity
 from sampling.decode import without_padded_ids
 from sampling.draw import Distribution, draw, log_kept_mass
 from sampling.engine import Engine
@@ -24,7 +25,8 @@ from sampling.grammar import NO_STATE
 from sampling.grammar.tables import FREE, GrammarTables
 from sampling.keys import UNIFORM_BITS, uniforms
 from sampling.params import SamplingParams
-from sampling.policy import STAGES, Policy, lower, stack
+from sampling.plugins import PluginRule
+from sampling.policy import Policy, lower, stack
 from sampling.state import StepState
 from sampling.stop_strings import StopStrings, find_stop
 from sampling.stopping import EndOfSequence, GrammarDone, MaxLength, MaxNewTokens, StoppingRule, StopTokens
@@ -60,7 +62,7 @@ def explain(
         top: how many of the best tokens to show.
     Raises:
         ConfigError: there is no such place, the token is outside the model's vocabulary, or there are stop strings
-            and no tokenizer.
+            and no tokenizer; or a plugin is missing, or of another version.
         PromptError: a token before it is none of the tokenizer's, or there are more than the cache holds.
         RunError: the engine is not idle.
     """
@@ -82,7 +84,9 @@ def explain(
         limit=min([prompt.size + params.max_new_tokens, cache_len, *filter(None, [params.max_length])]),
     ).replace(keys=jnp.asarray(key, jnp.uint32).reshape(1, 2))
     automaton = engine.automaton(params)
-    policy = stack([lower(params, grammar_start=1 if automaton else FREE)])
+    params = engine.plugins.resolved(params)
+    capacity = Capacity(plugins=engine.plugins).grown_for(Capacity.needed(params))
+    policy = stack([lower(params, capacity, grammar_start=1 if automaton else FREE)])
     policy = policy.bound(
         vocabulary or Vocabulary.from_pieces([b"?"]), GrammarTables.of([automaton] if automaton else [], vocab_size)
     )
@@ -94,8 +98,8 @@ def explain(
     scores = without_padded_ids(logits, info.tokenizer_len)
     padded = info.tokenizer_len < vocab_size
     stages = [lens.stage(PADDED_IDS, None, info.tokenizer_len, logits, scores)] if padded else []
-    values, off = params.to_dict(), jax.device_get(_are_off(policy.transforms))
-    on = [name for name in STAGES[params.order] if not off[name]]
+    values, off = _values(params), jax.device_get(_are_off(policy.transforms))
+    on = [name for name in policy.stages(params.order) if not off[name]]
     for name in on:
         earlier, scores = scores, _apply(policy.transforms[name], before, scores)
         parameter = _parameter(name, params)
@@ -114,7 +118,7 @@ def explain(
         stages=tuple(stages),
         num_off=len(policy.transforms) - len(on),
         forced=bool(_forced(policy, before)[0]),
-        without_effect=_without_effect(params, on),
+        without_effect=_without_effect(params, policy.stages(params.order), on),
         support=int(np.isfinite(scores).sum()),
         entropy=float(again.entropy[0]),
         log_kept_mass=float(again.log_kept_mass[0]),
@@ -256,14 +260,17 @@ def _parameter(stage: str, params: SamplingParams) -> str:
     return "temperature" if stage == "greedy" else stage
 
 
-def _without_effect(params: SamplingParams, on: list[str]) -> dict[str, Any]:
-    values, defaults = params.to_dict(), SamplingParams().to_dict()
-    off = [
-        name
-        for name in STAGES[params.order]
-        if name in values and name not in [_parameter(stage, params) for stage in on]
-    ]
-    return {name: values[name] for name in off if values[name] != defaults[name]}
+def _values(params: SamplingParams) -> dict[str, Any]:
+    """Every parameter, and what each plugin was given, by name."""
+    values = params.to_dict()
+    return {**values, **values["plugins"]}
+
+
+def _without_effect(params: SamplingParams, stages: list[str], on: list[str]) -> dict[str, Any]:
+    values, defaults = _values(params), SamplingParams().to_dict()
+    shown = [_parameter(stage, params) for stage in on]
+    off = [name for name in stages if name in values and name not in shown]
+    return {name: values[name] for name in off if values[name] != defaults.get(name)}
 
 
 def _best(scores: jax.Array, top: int) -> np.ndarray:
@@ -333,6 +340,10 @@ def _rules(
             case GrammarDone() if params.grammar:
                 was, will_be = _state_in_words(rule, before), _state_in_words(rule, after)
                 yield RuleView(params.grammar.kind, params.grammar_end, was, will_be, verdict(rule))
+            case PluginRule() if rule.plugin.name in dict(params.plugins):
+                says = verdict(rule)
+                says = Verdict.HELD_BACK if held and says is Verdict.ENDS else says
+                yield RuleView(rule.plugin.name, _values(params)[rule.plugin.name], None, None, says)
             case MaxNewTokens():
                 yield RuleView("max_new_tokens", params.max_new_tokens, step, step + 1, verdict(rule))
             case MaxLength() if params.max_length:

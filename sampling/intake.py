@@ -12,11 +12,25 @@ from sampling.errors import CheckpointError, ConfigError, PromptError
 from sampling.grammar import GrammarCache, TokenAutomaton
 from sampling.grammar.demands import refuse_contradictions
 from sampling.params import SamplingParams
+from sampling.plugins import Plugins
 from sampling.policy import resolved
 from sampling.types import Request
 from sampling.vocabulary import Vocabulary, control_tokens
 
 log = logging.getLogger(__name__)
+
+
+def require_positions(info: CheckpointInfo, cache_len: int) -> None:
+    """Refuses a cache that is longer than the model's positions.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if cache_len > info.config.max_position:
+        raise ConfigError(
+            f"geometry.cache_len: expected at most {info.config.max_position}, the positions that {info.name} was made"
+            f" for, got {cache_len}"
+        )
 
 
 class Intake:
@@ -25,10 +39,11 @@ class Intake:
     Args:
         info: of the checkpoint. Without a tokenizer, policies that hold texts are refused.
         cache_len: tokens that a slot can hold.
+        plugins: those that requests may name.
     """
 
-    def __init__(self, info: CheckpointInfo, cache_len: int) -> None:
-        self._info, self._cache_len = info, cache_len
+    def __init__(self, info: CheckpointInfo, cache_len: int, plugins: Plugins) -> None:
+        self._info, self._cache_len, self._plugins = info, cache_len, plugins
         self._tokenizer: Any = None
         self._grammars: GrammarCache | None = None
         try:
@@ -46,7 +61,7 @@ class Intake:
         Raises:
             PromptError: the prompt leaves no room in the cache, or holds an id that is no token.
             ConfigError: a parameter names an id that is no token, or a text where there is no tokenizer; or a grammar
-                cannot be used, or contradicts another parameter.
+                cannot be used, or contradicts another parameter; or a plugin is unknown, or of another version.
         """
         self._require_room(request)
         self._require_tokens(request)
@@ -54,6 +69,7 @@ class Intake:
         if self._tokenizer is None and params.stop:
             raise ConfigError(f"{where}.stop: {self._info.name} has no tokenizer; give stop_token_ids instead")
         params = resolved(params, self._info.eos_token_ids, self._tokenizer and self._encode)
+        params = self._plugins.resolved(params, where)
         if params.max_length is not None and request.prompt_tokens.size >= params.max_length:
             raise ConfigError(
                 f"{where}.max_length: expected more than the prompt's {request.prompt_tokens.size} tokens,"

@@ -191,6 +191,24 @@ def json_schema(name: str, value: Any) -> str | None:
     return text
 
 
+def plugins(name: str, value: Any) -> tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]:
+    """What a row gives each plugin that it names: numbers by parameter, and the version where it is known."""
+    entries: dict[str, tuple[tuple[str, Any], ...]] = {}
+    for plugin, given in _pairs(name, value):
+        if not isinstance(plugin, str):
+            raise ConfigError(f"{name}: expected a plugin's name, got {short(plugin)}")
+        settings = {}
+        for parameter, setting in _pairs(f"{name}.{plugin}", {} if given is None else given):
+            setting = setting.item() if hasattr(setting, "item") else setting
+            known = isinstance(setting, str) if parameter == "version" else isinstance(setting, bool | int | float)
+            if not isinstance(parameter, str) or not known or setting in (math.inf, -math.inf) or setting != setting:
+                where = f"{name}.{plugin}.{parameter}"
+                raise ConfigError(f"{where}: expected a finite number, true or false, got {short(setting)}")
+            settings[parameter] = setting
+        entries[plugin] = tuple(sorted(settings.items()))
+    return tuple(sorted(entries.items()))
+
+
 def choices(name: str, value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
     if not hasattr(texts, "__iter__") or not all(isinstance(text, str) and text for text in texts):

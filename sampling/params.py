@@ -66,6 +66,8 @@ class SamplingParams:
         choices: it is one of these texts; empty is off.
         grammar_end: "done" ends the row once nothing may follow, "accepted" as soon as its text is complete, "eos" not
             at all: it goes on until it draws an end-of-sequence id.
+    Plugins (docs/plugins.md):
+        plugins: {name: {parameter: value}} of the plugins, of those that the engine was made with, that the row uses.
     Scores:
         remove_invalid_values: repair NaN and infinities instead of ending the row as undefined.
         renormalize: scores leave the filters as log-probabilities.
@@ -117,6 +119,7 @@ class SamplingParams:
     json_schema: Any = None
     choices: Any = ()
     grammar_end: str = "done"
+    plugins: Any = ()
     remove_invalid_values: bool = False
     renormalize: bool = False
     n: int = 1
@@ -204,7 +207,9 @@ class SamplingParams:
 
     def to_dict(self) -> dict[str, Any]:
         """Every parameter as plain values, with the version of the order; `from_dict` reads it back."""
-        return {**{name: _plain(getattr(self, name)) for name in _CHECKS}, "order_version": ORDERS[self.order]}
+        values = {name: _plain(getattr(self, name)) for name in _CHECKS}
+        plugins = {name: dict(settings) for name, settings in self.plugins}
+        return {**values, "plugins": plugins, "order_version": ORDERS[self.order]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -267,6 +272,7 @@ _CHECKS: dict[str, checks.Check] = {
     "json_schema": checks.json_schema,
     "choices": checks.choices,
     "grammar_end": checks.grammar_end,
+    "plugins": checks.plugins,
     "remove_invalid_values": checks.flag,
     "renormalize": checks.flag,
     "n": checks.whole(1, "at least 1"),

@@ -19,8 +19,10 @@ from jax.typing import ArrayLike
 from sampling.capacity import Capacity
 from sampling.errors import ConfigError
 from sampling.grammar.tables import FREE, GrammarTables
+from sampling.orders import ORDER_NAMES, STAGES
 from sampling.param_checks import GRAMMAR_ENDS
-from sampling.params import BANNED, ORDERS, SamplingParams
+from sampling.params import BANNED, SamplingParams
+from sampling.plugins import PluginKind, PluginRule, PluginStage
 from sampling.pytrees import Node
 from sampling.state import NO_TOKEN, StepState
 from sampling.stop_strings import StopStrings, encode_stop_strings
@@ -62,47 +64,17 @@ from sampling.transforms import (
 )
 from sampling.vocabulary import Vocabulary
 
-STAGES = {
-    "transformers": (
-        "sequence_bias logit_bias prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty"
-        " no_repeat_ngram_size prompt_no_repeat_ngram_size bad_words min_length min_new_tokens forced_bos forced_eos"
-        " remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"
-        " allowed_token_ids thinking_budget grammar temperature top_h top_k top_p min_p typical_p epsilon_cutoff"
-        " eta_cutoff renormalize greedy"
-    ).split(),
-    "reference": (
-        "remove_invalid_values allowed_token_ids suppress_tokens begin_suppress_tokens min_length min_new_tokens"
-        " grammar forced_bos forced_eos bad_words no_repeat_ngram_size prompt_no_repeat_ngram_size sequence_bias"
-        " logit_bias prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty"
-        " exponential_decay_length_penalty thinking_budget temperature top_k top_p min_p top_h typical_p epsilon_cutoff"
-        " eta_cutoff renormalize greedy"
-    ).split(),
-    "vllm": (
-        "remove_invalid_values grammar allowed_token_ids bad_words min_length min_new_tokens logit_bias"
-        " sequence_bias prompt_repetition_penalty repetition_penalty frequency_penalty presence_penalty"
-        " no_repeat_ngram_size prompt_no_repeat_ngram_size forced_bos forced_eos exponential_decay_length_penalty"
-        " suppress_tokens begin_suppress_tokens thinking_budget temperature min_p top_k top_p top_h typical_p"
-        " epsilon_cutoff eta_cutoff renormalize greedy"
-    ).split(),
-}
-"""The stages of each order, first to last, named by the parameter that they come from.
-
-`transformers` is the order of its `generate`; what that does not have stands beside its nearest kin. `vllm` is the
-order of its V1 sampler. Each list names the same stages: a test checks.
-"""
-
-ORDER_NAMES = tuple(ORDERS)
-
 
 class Policy(Node):
     """How rows are drawn and when they end. Leaves are scalars or tables for one row, or [rows, ...] for a batch.
 
     Attributes:
-        transforms: the stages by name, in the order `transformers`.
+        transforms: the stages by name, those of plugins included.
         stopping: the rules, the most telling first: where several end a row at once, the first gives the reason.
         order: int32, which of ORDER_NAMES the row's stages apply in.
         orders: the names of those that may occur (static).
         support: which supports are recorded.
+        plugins: stages of plugins in order, each with the name of the stage before which it stands (static).
     """
 
     transforms: dict[str, Transform]
@@ -110,6 +82,14 @@ class Policy(Node):
     order: ArrayLike = 0
     orders: tuple[str, ...] = struct.field(pytree_node=False, default=("transformers",))
     support: RecordedSupport = RecordedSupport()
+    plugins: tuple[tuple[str, str], ...] = struct.field(pytree_node=False, default=())
+
+    def stages(self, order: str) -> list[str]:
+        """The names of the stages in one of the orders, first to last."""
+        names: list[str] = list(STAGES[order])
+        for name, before in self.plugins:
+            names.insert(names.index(before), name)
+        return names
 
     def scores(self, state: StepState, logits: jax.Array) -> jax.Array:
         """The scores that the draw reads: float32 [rows, vocab], a removed token at -inf."""
@@ -118,7 +98,7 @@ class Policy(Node):
             rows = state.replace(active=state.active & chosen)
 
             def in_order(logits: jax.Array, name: str = name, rows: StepState = rows) -> jax.Array:
-                return apply_all([self.transforms[stage] for stage in STAGES[name]], rows, logits)
+                return apply_all([self.transforms[stage] for stage in self.stages(name)], rows, logits)
 
             if len(self.orders) == 1:
                 return in_order(logits)
@@ -150,9 +130,9 @@ class Policy(Node):
         code = jnp.zeros(tokens.shape, jnp.int32)
         for rule in self.stopping:
             ends = rule(after, tokens)
-            # Ids are held back through their scores; a string is overlooked until it may end the row.
+            # Ids are held back through their scores; a string or a plugin is overlooked until it may end the row.
             # A text counts the token that completes it.
-            if isinstance(rule, StopStrings):
+            if isinstance(rule, StopStrings | PluginRule):
                 ends = ends & ~held(before)
             elif isinstance(rule, GrammarDone):
                 ends = ends & (~held(after) | rule.must_end(after))
@@ -197,7 +177,7 @@ def lower(params: SamplingParams, capacity: Capacity | None = None, grammar_star
         grammar_start: where the grammar of the parameters begins in the tables that the policy will be bound to.
     Raises:
         ConfigError: a table is too small, a bad word or a marker is still a text, or there is a grammar and no start,
-            or the other way round.
+            or the other way round; or a plugin that is none of the capacity's.
     """
     needed = Capacity.needed(params)
     capacity = capacity or Capacity().grown_for(needed)
@@ -211,6 +191,7 @@ def lower(params: SamplingParams, capacity: Capacity | None = None, grammar_star
     if (params.grammar is None) != (grammar_start == FREE):
         raise ConfigError(f"expected a place in the tables for the grammar {params.grammar}, got {grammar_start}")
 
+    chosen = dict(capacity.plugins.resolved(params).plugins)
     ends = _ids(params.end_token_ids, 2 * capacity.end_ids)
     start, factor = params.exponential_decay_length_penalty or (0, 1.0)
     banned = [(word, BANNED) for word in params.bad_words if len(word) > 1 or word[0] not in params.eos_token_ids]
@@ -261,6 +242,10 @@ def lower(params: SamplingParams, capacity: Capacity | None = None, grammar_star
         "renormalize": Renormalize(np.bool_(params.renormalize)),
         "greedy": Greedy(np.bool_(params.greedy)),
     }
+    added = capacity.plugins.of(PluginKind.TRANSFORM)
+    for plugin in added:
+        leaves = plugin.leaves(dict(chosen.get(plugin.name, ())))
+        stages[plugin.name] = PluginStage(np.bool_(plugin.name in chosen), leaves, plugin)
     if params.greedy:  # what keeps the best token cannot matter
         for name, stage in stages.items():
             stages[name] = stage.off() if stage.argmax_invariant and name != "greedy" else stage
@@ -269,6 +254,10 @@ def lower(params: SamplingParams, capacity: Capacity | None = None, grammar_star
         StopTokens(_ids(params.stop_token_ids, capacity.end_ids)),
         StopStrings(*encode_stop_strings(params.stop, capacity.stop_strings, capacity.stop_bytes)),
         GrammarDone(np.int32(GRAMMAR_ENDS.index(params.grammar_end))),
+        *(
+            PluginRule(np.bool_(plugin.name in chosen), plugin.leaves(dict(chosen.get(plugin.name, ()))), plugin)
+            for plugin in capacity.plugins.of(PluginKind.RULE)
+        ),
         MaxNewTokens(np.int32(params.max_new_tokens)),
         MaxLength(np.int32(params.max_length or np.iinfo(np.int32).max)),
     )
@@ -278,6 +267,7 @@ def lower(params: SamplingParams, capacity: Capacity | None = None, grammar_star
         order=np.int32(ORDER_NAMES.index(params.order)),
         orders=capacity.orders,
         support=RecordedSupport(np.int32(params.record_support), capacity.support),
+        plugins=tuple((plugin.name, plugin.ref.before) for plugin in added),
     )
 
 

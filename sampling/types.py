@@ -37,6 +37,8 @@ class StopReason(enum.StrEnum):
     """The row's constraints together allow no token."""
     ABORTED = "aborted"
     """The caller withdrew the request."""
+    PLUGIN = "plugin"
+    """A stopping rule from outside ended it."""
 
     @property
     def code(self) -> int:

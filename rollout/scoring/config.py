@@ -15,13 +15,22 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, PlainSerializer, ValidatorFunctionWrapHandler, WrapValidator
 
-from rollout.config import GeometryField, ModelConfig, OutputConfig, SamplingField, Section, WorkersConfig
+from rollout.config import (
+    GeometryField,
+    ModelConfig,
+    OutputConfig,
+    PluginsField,
+    SamplingField,
+    Section,
+    WorkersConfig,
+)
 from rollout.config_file import load_config, overridden_keys, read_values, validated
 from rollout.json_values import shown
 from rollout.manifest import read_manifest
 from rollout.store import CONFIG_NAME
 from sampling.errors import ConfigError
 from sampling.params import SamplingParams
+from sampling.plugins import PluginRefs
 from sampling.types import Geometry
 
 RECORDED: Any = "recorded"
@@ -30,10 +39,10 @@ RECORDED: Any = "recorded"
 NO_BUDGET = 1 << 20
 """`max_new_tokens` of a policy to score under that names none: the sequences are as long as they are."""
 
-IDENTITY = ("model", "geometry", "sampling", "path", "scorers", "ratios")
+IDENTITY = ("model", "geometry", "plugins", "sampling", "path", "scorers", "ratios")
 """Sections that determine what is written."""
 
-FROM_RUN = ("model", "geometry", "workers", "output")
+FROM_RUN = ("model", "geometry", "plugins", "workers", "output")
 """Sections whose defaults are the run's, where the source is a run."""
 
 
@@ -128,6 +137,7 @@ class ScoreConfig(Section):
     Attributes:
         model: which weights, unless a scorer names others.
         geometry: the fixed shapes of each worker's engine.
+        plugins: transforms and stopping rules from outside, which policies name.
         workers: where it runs.
         sampling: the policy to score under: "recorded" for that of each record, or sampling parameters. Those left out
             have their neutral defaults, not the record's values; without `max_new_tokens` there is no budget.
@@ -139,6 +149,7 @@ class ScoreConfig(Section):
 
     model: ModelConfig
     geometry: GeometryField = Geometry()
+    plugins: PluginsField = PluginRefs()
     workers: WorkersConfig = WorkersConfig()
     sampling: PolicyField = RECORDED
     path: Annotated[ScorePath, Field(strict=False)] = ScorePath.FORWARD

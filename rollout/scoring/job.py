@@ -28,6 +28,7 @@ from rollout.scoring.summary import ScoreSummary
 from sampling.errors import ConfigError
 from sampling.fingerprint import fingerprint_digest
 from sampling.params import SamplingParams
+from sampling.plugins import load_plugins
 from sampling.types import Completion, Request
 
 WINDOW_ROUNDS = 8
@@ -57,7 +58,9 @@ def score_source(
     source = Path(source)
     progress = progress or ProgressReporter(quiet=True)
     progress.message(f"reading {source}")
-    facts = survey(source, config.laws)
+    plugins = load_plugins(config.plugins)
+    config = config.model_copy(update={"plugins": plugins.refs})  # with their versions, for the folder to keep
+    facts = survey(source, config.laws, plugins)
     folder = ScoreFolder.open(Path(out_dir), config, facts)
     missing = [law for law in config.laws if folder.rows_done(law.name) < facts.rows]
     report = _Report(progress, facts.rows * len(config.laws), sum(folder.rows_done(law.name) for law in config.laws))

@@ -22,6 +22,8 @@ from rollout.shards import read_trajectories
 from sampling.checkpoints import inspect_checkpoint
 from sampling.errors import ConfigError, PromptError
 from sampling.params import SamplingParams
+from sampling.plugins import Plugins
+from sampling.plugins.contract import require_contract
 
 
 @dataclass(frozen=True)
@@ -92,17 +94,23 @@ def _from_run(folder: Path) -> Iterator[RecordedSequence]:
         raise ConfigError(f"{folder}: expected at least one committed trajectory, found none; let the run go on first")
 
 
-def survey(source: Path, laws: Sequence[Law]) -> SourceFacts:
+def survey(source: Path, laws: Sequence[Law], plugins: Plugins) -> SourceFacts:
     """Reads the whole source and checks each row against each law.
 
+    Args:
+        plugins: those that policies may name.
     Raises:
-        ConfigError, PromptError: a row, or a policy, cannot be used.
+        ConfigError, PromptError: a row, a policy or a plugin cannot be used.
         CheckpointError: a checkpoint cannot be found.
         RecordError: a file of a run is damaged.
     """
-    known = {law.checkpoint: inspect_checkpoint(law.checkpoint).tokenizer_len for law in laws}
+    checkpoints = {law.checkpoint: inspect_checkpoint(law.checkpoint) for law in laws}
+    known = {name: checkpoint.tokenizer_len for name, checkpoint in checkpoints.items()}
+    for vocab_size in {checkpoint.config.vocab_size for checkpoint in checkpoints.values()}:
+        require_contract(plugins, vocab_size)
     for law in laws:
         if law.params:
+            plugins.resolved(law.params, f"scorer {law.name}: sampling")
             law.params.require_tokens(known[law.checkpoint], f"scorer {law.name}: sampling")
     rows = tokens = 0
     newest: int | None = None
@@ -113,7 +121,7 @@ def survey(source: Path, laws: Sequence[Law]) -> SourceFacts:
                 _require_ids(sequence, checkpoint, num_tokens)
             for law in laws:
                 if law.params is None:
-                    _require_policy(sequence, law, known[law.checkpoint])
+                    _require_policy(sequence, law, known[law.checkpoint], plugins)
         versions = sequence.policy_versions
         if versions is not None and versions.size:
             newest = int(versions.max()) if newest is None else max(newest, int(versions.max()))
@@ -141,21 +149,21 @@ def _require_ids(sequence: RecordedSequence, checkpoint: str, known: int) -> Non
             )
 
 
-def _require_policy(sequence: RecordedSequence, law: Law, known: int) -> None:
+def _require_policy(sequence: RecordedSequence, law: Law, known: int, plugins: Plugins) -> None:
     if sequence.policy is None:
         raise PromptError(
             f"{sequence.where}: expected a policy, which scorer {law.name!r} takes from each record, found none;"
             " name it yourself, as in --set sampling.temperature=1.0"
         )
-    fault = _fault(sequence.policy, known)
+    fault = _fault(sequence.policy, known, plugins)
     if fault:
         raise PromptError(f"{sequence.where}: policy: {fault}")
 
 
 @functools.lru_cache(maxsize=4096)
-def _fault(policy: str, known: int) -> str:
+def _fault(policy: str, known: int, plugins: Plugins) -> str:
     try:
-        recorded_params(policy).require_tokens(known, "sampling")
+        plugins.resolved(recorded_params(policy)).require_tokens(known, "sampling")
     except ConfigError as error:
         return str(error)
     return ""

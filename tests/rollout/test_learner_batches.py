@@ -62,6 +62,7 @@ def test_supports_have_their_places():
         ({"repetition_penalty": 1.2}, "sampling.repetition_penalty = 1.2: expected its default 1.0"),
         ({"logit_bias": {5: 1.0}}, "sampling.logit_bias = "),
         ({"no_repeat_ngram_size": 3}, "sampling.no_repeat_ngram_size = 3"),
+        ({"plugins": {"cooler": {}}}, "sampling.plugins = "),
         ({"top_p": 0.9}, r"sampling.top_p = 0.9: expected sampling.record_support above 0, got 0"),
         ({"top_k": 9, "record_support": 9}, "sampling.top_k: expected the recorded support of every .* of token 0"),
     ],

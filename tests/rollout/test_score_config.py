@@ -89,7 +89,7 @@ def test_the_resolved_config_reads_back_equal():
         ({"scorers": [{"name": "a", "chekpoint": "x"}]}, "scorers.0.chekpoint: no such key; did you mean 'checkpoint'"),
         ({"ratios": {"cap": 0}}, "ratios.cap: expected more than 0, got 0"),
         ({"ratios": {"clip_epsilon": 1.5}}, "ratios.clip_epsilon: expected less than 1"),
-        ({"prompts": {"source": "inline"}}, "prompts: no such key; known are model, geometry, workers, sampling"),
+        ({"prompts": {"source": "inline"}}, "prompts: no such key; known are model, geometry, plugins, workers"),
     ],
 )
 def test_a_bad_value_is_named_with_what_was_expected(sections, says):
