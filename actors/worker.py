@@ -62,13 +62,16 @@ class SamplingWorker:
         Raises:
             CheckpointError, ConfigError: the checkpoint or the engine's settings cannot be used.
         """
+        import jax
+
         from sampling.checkpoints import load_checkpoint, weights_digest  # here, and here alone, JAX opens a device
         from sampling.engine import Engine
 
         began = time.monotonic()
         checkpoint = load_checkpoint(self._spec.checkpoint)
         digest = weights_digest(checkpoint.params)
-        self._engine = Engine(checkpoint, self._spec.geometry, self._spec.dtype)
+        devices = jax.local_devices()  # all that Ray has given to this worker
+        self._engine = Engine(checkpoint, self._spec.geometry, self._spec.dtype, devices=devices)
         self._description = WorkerDescription(
             name=self._name,
             host=socket.gethostname(),

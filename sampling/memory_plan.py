@@ -41,8 +41,8 @@ class MemoryPlan:
     workspace: int
 
     @classmethod
-    def of(cls, config: ModelConfig, geometry: Geometry, dtype: DTypeLike) -> Self:
-        """The plan of an engine."""
+    def of(cls, config: ModelConfig, geometry: Geometry, dtype: DTypeLike, num_devices: int = 1) -> Self:
+        """The plan of an engine, for each of the devices among which its model is cut."""
         model = Transformer(config, dtype=dtype)
         one = jnp.zeros((1, 1), jnp.int32)
         weights = jax.eval_shape(lambda: model.init(jax.random.key(0), one, one))
@@ -53,8 +53,8 @@ class MemoryPlan:
         itemsize = np.dtype(dtype).itemsize
         activations = tokens * (8 * config.width + 4 * config.ffn) * max(itemsize, 4)
         return cls(
-            weights=_bytes(weights),
-            cache=_bytes(cache),
+            weights=_bytes(weights) // num_devices,
+            cache=_bytes(cache) // num_devices,
             state=geometry.slots * (config.vocab_size * 5 + geometry.cache_len * 28),
             workspace=SCORE_ARRAYS * scored * config.vocab_size * 4 + activations,
         )
@@ -68,20 +68,23 @@ class MemoryPlan:
         return sum_in_words(dataclasses.asdict(self))
 
 
-def require_memory(config: ModelConfig, geometry: Geometry, dtype: DTypeLike, available: int | None) -> MemoryPlan:
+def require_memory(
+    config: ModelConfig, geometry: Geometry, dtype: DTypeLike, available: int | None, num_devices: int = 1
+) -> MemoryPlan:
     """The plan of an engine that fits.
 
     Args:
         available: bytes that may be used; None if nobody knows, and then everything fits.
+        num_devices: among which the model is cut.
     Raises:
         ConfigError: it does not fit; the message has the numbers, and a geometry that would.
     """
-    plan = MemoryPlan.of(config, geometry, dtype)
+    plan = MemoryPlan.of(config, geometry, dtype, num_devices)
     if available is None or plan.total <= available:
         return plan
     raise ConfigError(
         f"geometry: {geometry.slots} slots of {geometry.cache_len} tokens need {plan}, and"
-        f" {size_in_words(available)} are available; {_what_fits(config, geometry, dtype, available)}"
+        f" {size_in_words(available)} are available; {_what_fits(config, geometry, dtype, available, num_devices)}"
     )
 
 
@@ -117,12 +120,12 @@ def _cgroup_left() -> list[int]:
     return left
 
 
-def _what_fits(config: ModelConfig, geometry: Geometry, dtype: DTypeLike, available: int) -> str:
+def _what_fits(config: ModelConfig, geometry: Geometry, dtype: DTypeLike, available: int, num_devices: int) -> str:
     """The largest number of slots, and else the largest cache, with which it would fit."""
 
     def fits(slots: int, cache_len: int) -> bool:
         smaller = Geometry(slots, cache_len, geometry.prefill_rows, geometry.prefill_chunk)
-        return MemoryPlan.of(config, smaller, dtype).total <= available
+        return MemoryPlan.of(config, smaller, dtype, num_devices).total <= available
 
     slots = _largest(lambda slots: fits(slots, geometry.cache_len), geometry.slots)
     cache_len = _largest(lambda cache_len: fits(geometry.slots, cache_len), geometry.cache_len)

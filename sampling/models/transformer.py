@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from sampling.models.attention import attend, attend_cached, visible_keys
 from sampling.models.config import ModelConfig
 from sampling.models.kv_cache import KVCache
+from sampling.models.mesh import ModelMesh
 from sampling.models.remat import rematerialised
 from sampling.models.rope import apply_rope, rope_angles
 
@@ -41,11 +42,13 @@ class Transformer(nn.Module):
             in any case.
         remat: a gradient computes each layer again instead of keeping what is inside. No value
             changes, nor any parameter's name.
+        mesh: the devices among which its parameters are cut; None: one device.
     """
 
     config: ModelConfig
     dtype: DTypeLike = jnp.float32
     remat: bool = False
+    mesh: ModelMesh | None = None
 
     @property
     def matmul_precision(self) -> str:
@@ -113,6 +116,8 @@ class Transformer(nn.Module):
         columns = hidden.reshape(-1, self.config.width).astype(self.dtype).T
         # The barrier keeps XLA from folding the last turn into the product, which takes a third longer then on a CPU.
         scores = jax.lax.optimization_barrier(times(head.astype(self.dtype), columns))
+        if self.mesh is not None:
+            scores = jax.lax.with_sharding_constraint(scores, self.mesh.whole)
         return scores.T.reshape(*hidden.shape[:-1], -1)
 
 
@@ -169,7 +174,6 @@ class Attention(nn.Module):
         group = config.q_per_kv
         shape = (config.kv_heads, group + 2, config.head_dim)
         qkv = _project(self, "qkv", x, (*shape, config.width), config.qkv_bias)
-        qkv = qkv.reshape(*shape, rows * chunk)
         queries_and_key, value = qkv[:, : group + 1], qkv[:, group + 1]
         if config.qk_norm:
             query = RMSNorm(config.norm_eps, self.dtype, name="q_norm")(queries_and_key[:, :group])
@@ -201,7 +205,7 @@ class FeedForward(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         config = self.config
         fused = _project(self, "gate_up", x, (2, config.ffn, config.width), config.mlp_bias)
-        gate, up = jnp.split(fused, 2)
+        gate, up = fused
         return _project(self, "down", nn.silu(gate) * up, (config.width, config.ffn), config.mlp_bias)
 
 
@@ -221,15 +225,19 @@ class RMSNorm(nn.Module):
 
 
 def _project(module: Any, name: str, x: jax.Array, shape: tuple[int, ...], bias: bool) -> jax.Array:
-    """The kernel `name`, stored as `shape` [..., in] and used as a plain matrix, times x [in, tokens]."""
+    """The kernel `name` [..., in] times x [in, tokens]: [..., tokens]."""
     kernel = module.param(f"{name}_kernel", _normal, shape, module.dtype).astype(module.dtype)
-    out = times(kernel.reshape(-1, shape[-1]), x).astype(module.dtype)
+    out = times(kernel, x).astype(module.dtype)
     if bias:
         stored = module.param(f"{name}_bias", nn.initializers.zeros, shape[:-1], module.dtype)
-        out = out + stored.astype(module.dtype).reshape(-1, 1)
+        out = out + stored.astype(module.dtype)[..., None]
     return out
 
 
 def times(matrix: jax.Array, columns: jax.Array) -> jax.Array:
-    """A matrix [out, in] times columns [in, tokens], as float32 [out, tokens]."""
-    return jnp.matmul(matrix, columns, preferred_element_type=jnp.float32)
+    """A matrix [..., in] times columns [in, tokens], as float32 [..., tokens].
+
+    Its leading axes are kept apart, since it may be cut among devices along any of them.
+    """
+    contracted = (((matrix.ndim - 1,), (0,)), ((), ()))
+    return jax.lax.dot_general(matrix, columns, contracted, preferred_element_type=jnp.float32)
