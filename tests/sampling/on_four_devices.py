@@ -102,5 +102,5 @@ def test_other_weights_and_larger_policies_and_an_abort(checkpoint, engine, draw
 
 
 def test_a_model_that_cannot_be_cut_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="2 key/value heads and .* cannot be cut into 4 equal parts"):
+    with pytest.raises(ConfigError, match=r"2 key/value heads and .* cannot be cut into 4 equal parts"):
         Engine(load_checkpoint(tiny_llama(tmp_path)), GEOMETRY, devices=jax.devices())
