@@ -34,7 +34,7 @@ from sampling.errors import ConfigError
 
 Kind = Literal["kill", "stall", "slow", "corrupt", "node", "write"]
 
-_KEYS = {
+_KEYS: dict[Kind, tuple[str, ...]] = {
     "kill": ("worker", "after"),
     "stall": ("worker", "after"),
     "slow": ("worker", "after", "seconds"),
@@ -68,9 +68,10 @@ class Fault:
         Raises:
             ConfigError: another kind, a key that the kind does not have, or a value out of range.
         """
-        kind, _, settings = text.partition(":")
-        if kind not in _KEYS:
-            raise ConfigError(f"chaos: {text}: expected one of {', '.join(get_args(Kind))}, got {kind!r}")
+        name, _, settings = text.partition(":")
+        kind: Kind | None = next((kind for kind in get_args(Kind) if kind == name), None)
+        if kind is None:
+            raise ConfigError(f"chaos: {text}: expected one of {', '.join(_KEYS)}, got {name!r}")
         values: dict[str, Any] = {}
         for setting in filter(None, settings.split(",")):
             key, _, value = setting.partition("=")
@@ -82,7 +83,7 @@ class Fault:
                 values[key] = -1
             if not 0 <= values[key] <= 1e6:
                 raise ConfigError(f"chaos: {text}: {key}: expected a number from 0 to a million, got {value!r}")
-        return cls(kind, **values)  # type: ignore[arg-type]
+        return cls(kind, **values)
 
     def __str__(self) -> str:
         return f"{self.kind}:" + ",".join(f"{key}={getattr(self, key):g}" for key in _KEYS[self.kind])
@@ -179,7 +180,7 @@ class FragileWorker(SamplingWorker):
             case "slow":
                 self._pause_s = fault.seconds
             case "corrupt":
-                self._damaged = self._received_so_far + fault.after
+                self._damaged = fault.after
 
     def _collect(self, engine: Engine, wait: bool) -> None:
         super()._collect(engine, wait)
@@ -187,8 +188,9 @@ class FragileWorker(SamplingWorker):
 
     def _received(self, shipment: Shipment) -> Any:
         params = super()._received(shipment)
-        if self._damaged == self._received_so_far:
-            params = _with_one_bit_changed(params)
+        # Told in one of the worker's threads and looked at in another, it may come too late for those it was meant for.
+        if self._damaged is not None and self._received_so_far >= self._damaged:
+            params, self._damaged = _with_one_bit_changed(params), None
         self._received_so_far += 1
         return params
 

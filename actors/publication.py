@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -63,7 +64,8 @@ def publish(
         raise ConfigError(f"version: expected more than {old}, the version in service, got {version}")
     began = time.monotonic()
     try:
-        shipment, staged, put = _pushed(crew, params, version, canary, dtype, deadline_s, hear)
+        accept = partial(_require_publishers, params=params, canary=canary, dtype=dtype)
+        shipment, staged, put = _pushed(crew, params, version, deadline_s, hear, accept)
     except (CheckpointError, WorkerError, RayError) as error:
         _withdraw(crew)
         words = f"the weights of version {version} are not in service, version {old} stays: {error}"
@@ -88,10 +90,9 @@ def _pushed(
     crew: Crew,
     params: Mapping[str, Any],
     version: int,
-    canary: np.ndarray | None,
-    dtype: str,
     deadline_s: float,
     hear: Callable[[list[Event]], None],
+    accept: Callable[[Staged], None],
 ) -> tuple[Shipment, Staged, float]:
     """Weights that every worker has received as they are; with what was found of them, and when they were put."""
     for pushes_left in reversed(range(PUSHES)):
@@ -99,7 +100,7 @@ def _pushed(
         put = time.monotonic()
         try:
             staged = _staged(crew, shipment, hear)
-            _require_publishers(staged, params, canary, dtype)
+            accept(staged)
             return shipment, staged, put
         except _DamagedError as error:
             if not pushes_left:

@@ -29,6 +29,7 @@ from sampling.grammar.tables import GrammarTables
 from sampling.models import Transformer
 from sampling.policy import lower, stack
 from sampling.programs import empty_state
+from sampling.widths import compiler_options
 
 PROMPT_LEN = 32
 
@@ -147,7 +148,11 @@ def _recording_share(
     def without_records(params: Any, state: EngineState) -> EngineState:
         return with_records(params, state).replace(record=None, policy_versions=None)
 
-    programs = {"with": jax.jit(with_records), "without": jax.jit(without_records)}
+    as_engines_are = dict(compiler_options())
+    programs = {
+        "with": jax.jit(with_records, compiler_options=as_engines_are),
+        "without": jax.jit(without_records, compiler_options=as_engines_are),
+    }
     times: dict[str, list[float]] = {name: [] for name in programs}
     with jax.default_matmul_precision(model.matmul_precision):
         for repeat in range(repeats + 1):

@@ -290,7 +290,7 @@ def choose(policy: Policy, rows: StepState, logits: jax.Array, given: jax.Array,
     def taken(behaviour: Distribution, kept: jax.Array, forced: jax.Array, support: jax.Array) -> Choice:
         tokens = jnp.where(given == NO_TOKEN, draw(behaviour, uniform), given)
         stranded = left & (given == NO_TOKEN)
-        emptied = jnp.isneginf(jnp.max(behaviour.scores, axis=-1)) & ~policy.grammar.is_neutral()
+        emptied = (behaviour.masses.total == 0) & ~policy.grammar.is_neutral()
         return Choice(
             tokens=tokens,
             defined=behaviour.masses.defined & ~stranded,

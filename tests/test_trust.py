@@ -30,12 +30,12 @@ def calls(source: str) -> set[str]:
             continue
         name = ast.unparse(node.func)
         module, _, function = name.rpartition(".")
-        named = {keyword.arg for keyword in node.keywords}
+        named = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
         if (
             (function in RUNS_DATA and module in ("", "importlib", "builtins", "yaml"))
             or (module in UNPICKLES and function in ("load", "loads", "open", "Unpickler"))
-            or (name == "yaml.load" and len(node.args) + len(named & {"Loader"}) < 2)
-            or "allow_pickle" in named
+            or (name == "yaml.load" and len(node.args) + ("Loader" in named) < 2)
+            or named.get("allow_pickle", "False") != "False"
             or name == "torch.load"
         ):
             found.add(name)

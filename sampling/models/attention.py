@@ -56,7 +56,7 @@ def attend_cached(
     """
     rows, chunk, kv_heads, group, head_dim = queries.shape
     blocks, block_len = keys.shape[0], keys.shape[4]
-    begin, end, few = 0, 1, None
+    begin, end, far, longest = 0, 1, None, None
     if blocks > 1:
         ends = positions.max(axis=1) // block_len + 1
         end = jnp.max(ends)
@@ -64,23 +64,21 @@ def attend_cached(
             earliest = jnp.min(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions)) - window + 1
             begin = jnp.clip(earliest // block_len, 0, end)
         if rows > FEW:
-            few = jax.lax.top_k(ends, rows // FEW + 1)
+            far, longest = jax.lax.top_k(ends, rows // FEW + 1)
     columns = queries.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, chunk * group, head_dim)
     nothing = jnp.zeros(columns.shape[:3], jnp.float32)
     seen = Seen(jnp.full_like(nothing, _MASKED), nothing, jnp.zeros(columns.shape, jnp.float32))
     look = partial(_look, keys, values, window)
-    if few is None:
+    if far is None or longest is None:
         seen = look(begin, end, columns, positions, cache_rows, seen)
     else:
         # Blocks that few rows have reached are read for these alone, so that a long row does not hold up the others.
-        shared = jnp.maximum(begin, few[0][-1])
+        shared, longest = jnp.maximum(begin, far[-1]), longest[:-1]
         seen = look(begin, shared, columns, positions, cache_rows, seen)
-        longest = few[1][:-1]
         own = longest if cache_rows is None else cache_rows[longest]
-        theirs = look(
-            shared, end, columns[longest], positions[longest], own, jax.tree.map(lambda leaf: leaf[longest], seen)
-        )
-        seen = jax.tree.map(lambda all_, few: all_.at[longest].set(few), seen, theirs)
+        sofar = jax.tree.map(lambda leaf: leaf[longest], seen)
+        theirs = look(shared, end, columns[longest], positions[longest], own, sofar)
+        seen = jax.tree.map(lambda leaf, few: leaf.at[longest].set(few), seen, theirs)
     mixed = seen.mixed / jnp.where(seen.total > 0, seen.total, 1.0)[..., None]
     mixed = mixed.reshape(rows, kv_heads, chunk, group, head_dim).swapaxes(1, 2)
     return mixed.astype(values.dtype)

@@ -29,6 +29,7 @@ from rollout.manifest import read_manifest
 from rollout.shards import content_hash, read_trajectories
 from rollout.status import read_status
 from rollout.store import RunFolder
+from rollout.trajectory import SCHEMA_VERSION
 from sampling.errors import ConfigError, RecordError, RunError
 from sampling.types import StopReason
 from tests.rollout.records import group, trajectory
@@ -253,7 +254,9 @@ def test_a_damaged_manifest_is_named(tmp_path):
     path = tmp_path / "run" / "manifest.json"
     fields = json.loads(path.read_text())
     path.write_text(json.dumps({**fields, "schema_version": 9}))
-    with pytest.raises(RecordError, match=r"manifest\.json: expected trajectory schema version 2, got 9"):
+    with pytest.raises(
+        RecordError, match=rf"manifest\.json: expected trajectory schema version {SCHEMA_VERSION}, got 9"
+    ):
         read_manifest(tmp_path / "run")
     path.write_text(json.dumps({**fields, "extra": 1}))
     with pytest.raises(RecordError, match=r"manifest\.json: extra"):
@@ -283,7 +286,11 @@ def test_a_disk_that_cannot_be_written_leaves_the_committed_rows(tmp_path, monke
 @pytest.mark.parametrize(
     ("damage", "code", "words"),
     [
-        (lambda run: _set(run, schema_version=9), 1, "manifest.json: expected trajectory schema version 2, got 9"),
+        (
+            lambda run: _set(run, schema_version=9),
+            1,
+            f"manifest.json: expected trajectory schema version {SCHEMA_VERSION}, got 9",
+        ),
         (lambda run: _set(run, lineage="v9"), 1, "manifest.json: lineage: .*written by another release"),
         (lambda run: (run / "manifest.json").write_text("{"), 1, "manifest.json: "),
         (lambda run: _cut(run / "trajectories" / "part-00001.parquet"), 1, "part-00001.parquet: .*damaged since"),
@@ -371,4 +378,4 @@ def test_the_content_hash_sees_order_and_nothing_of_how_it_was_made():
 def test_the_content_hash_is_a_fixed_number():
     """Golden: changes only together with the schema version, and with a line in the changelog."""
     row = dataclasses.replace(trajectory(), policy={"temperature": 1.0}, reward=0.5)
-    assert content_hash([row]) == "9c534c16b2c93b4a02eefabfbc9181cbe5efab93c5370e9fbf7a0041558ce6c0"
+    assert content_hash([row]) == "2ce553e78d04610b6db7ce9185371646c907699f80cf2173e0ae098fa18bef65"
