@@ -86,7 +86,7 @@ class Engine:
             )
         mesh = ModelMesh.of(info.config, devices or jax.local_devices()[:1])
         num_devices = len(mesh.devices) if mesh else 1
-        self.memory_plan = require_memory(info.config, geometry, DTYPES[dtype], available_bytes(), num_devices)
+        self.memory_plan = require_memory(info.config, geometry, DTYPES[dtype], available_bytes(), mesh)
         log.info("memory of the engine: %s", self.memory_plan)
         self.geometry = geometry
         self.info = info
@@ -99,7 +99,7 @@ class Engine:
         self._intake = Intake(info, geometry.cache_len)
         self.vocabulary = self._intake.vocabulary()
         self._vocabulary = placed(mesh, self.vocabulary or Vocabulary.from_pieces([b"?"]))
-        self._grammars = GrammarShelf(info.config.vocab_size, self._capacity)
+        self._grammars = GrammarShelf(info.config.vocab_size, self._capacity, mesh)
         empty = partial(made, mesh, partial(empty_state, self._model, geometry, self._capacity))
         programs = self._compiled(self._capacity)
         self._programs = programs.checked(empty, self._params, self._vocabulary, self._grammars.tables)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -35,8 +36,8 @@ All others are on every device."""
 class ModelMesh:
     """Devices that share a model: tensor parallelism (Megatron-LM, Shoeybi et al. 2019).
 
-    A device computes its heads and its hidden features, and XLA adds the devices' parts up after attention and after
-    the feed-forward. Rows are not cut, so nothing about a row depends on another one here either.
+    A device computes its heads and its hidden features; after attention and after the feed-forward the devices' parts
+    are added up. Rows are not cut, so nothing about a row depends on another one here either.
 
     Attributes:
         devices: at least two.
@@ -83,9 +84,38 @@ class ModelMesh:
 
         return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, KVCache))
 
+    def product(self, name: str, kernel: jax.Array, columns: jax.Array) -> jax.Array:
+        """The parameter `name` [..., in] times columns [in, tokens], as float32 [..., tokens].
+
+        Where both are cut along `in`, each device adds up all parts in one order. Summed on their way, by an
+        all-reduce, they would be in an order that may depend on the place in the array, and so on the row.
+        """
+        if _CUT[name] < kernel.ndim - 1:
+            return times(kernel, columns)
+
+        def added(kernel: jax.Array, columns: jax.Array) -> jax.Array:
+            parts = jax.lax.all_gather(times(kernel, columns), _AXIS)
+            return functools.reduce(jnp.add, parts)
+
+        places = PartitionSpec(None, _AXIS), PartitionSpec(_AXIS)
+        everywhere = jax.shard_map(added, mesh=self._mesh, in_specs=places, out_specs=PartitionSpec(), check_vma=False)
+        return everywhere(kernel, columns)
+
     def _cut(self, axis: int | None) -> NamedSharding:
-        spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, _AXIS)
-        return NamedSharding(jax.sharding.Mesh(np.array(self.devices), (_AXIS,)), spec)
+        return NamedSharding(self._mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, _AXIS))
+
+    @functools.cached_property
+    def _mesh(self) -> jax.sharding.Mesh:
+        return jax.sharding.Mesh(np.array(self.devices), (_AXIS,))
+
+
+def times(matrix: jax.Array, columns: jax.Array) -> jax.Array:
+    """A matrix [..., in] times columns [in, tokens], as float32 [..., tokens].
+
+    Its leading axes are kept apart, since any of them may be cut among devices.
+    """
+    contracted = (((matrix.ndim - 1,), (0,)), ((), ()))
+    return jax.lax.dot_general(matrix, columns, contracted, preferred_element_type=jnp.float32)
 
 
 def placed(mesh: ModelMesh | None, tree: Any) -> Any:
