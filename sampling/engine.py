@@ -61,7 +61,7 @@ class Engine:
         geometry: the fixed shapes.
         dtype: "float32" or "bfloat16", of the model's matrix products.
         capacity: sizes of the policies' tables.
-        devices: among which the model is cut; the first one by default.
+        devices: of JAX, among which the model is cut; the first one by default.
     Raises:
         ConfigError: an unknown dtype, a cache longer than the model's positions, more memory than there is, or a number
             of devices into which the model cannot be cut.
@@ -73,7 +73,7 @@ class Engine:
         geometry: Geometry | None = None,
         dtype: str = "float32",
         capacity: Capacity | None = None,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Any] | None = None,
     ) -> None:
         geometry = geometry or Geometry()
         info = checkpoint.info

@@ -40,13 +40,13 @@ class ModelMesh:
     are added up. Rows are not cut, so nothing about a row depends on another one here either.
 
     Attributes:
-        devices: at least two.
+        devices: of JAX, at least two.
     """
 
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Any, ...]
 
     @classmethod
-    def of(cls, config: ModelConfig, devices: Sequence[jax.Device]) -> Self | None:
+    def of(cls, config: ModelConfig, devices: Sequence[Any]) -> Self | None:
         """The mesh of these devices; None for a single one, which needs none.
 
         Raises:
