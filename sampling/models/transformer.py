@@ -208,7 +208,8 @@ class FeedForward(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         config = self.config
         fused = _project(self, "gate_up", x, (2, config.ffn, config.width), config.mlp_bias)
-        gate, up = fused
+        # On one device two halves of the plain product, as it comes; on a mesh each half has its part on every device.
+        gate, up = fused if self.mesh else jnp.split(fused.reshape(2 * config.ffn, -1), 2)
         return _project(self, "down", nn.silu(gate) * up, (config.width, config.ffn), config.mlp_bias)
 
 
