@@ -62,13 +62,16 @@ class SamplingWorker:
         Raises:
             CheckpointError, ConfigError: the checkpoint, the engine's settings or a plugin cannot be used.
         """
+        import jax
+
         from sampling.checkpoints import load_checkpoint, weights_digest  # here, and here alone, JAX opens a device
         from sampling.engine import Engine
 
         began = time.monotonic()
         checkpoint = load_checkpoint(self._spec.checkpoint)
         digest = weights_digest(checkpoint.params)
-        self._engine = Engine(checkpoint, self._spec.geometry, self._spec.dtype, plugins=self._spec.plugins)
+        devices, plugins = jax.local_devices(), self._spec.plugins  # all devices that Ray has given to this worker
+        self._engine = Engine(checkpoint, self._spec.geometry, self._spec.dtype, devices=devices, plugins=plugins)
         self._description = WorkerDescription(
             name=self._name,
             host=socket.gethostname(),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
@@ -165,14 +166,19 @@ class RunExplainer:
         return dataclasses.replace(report, faults=tuple(faults), warnings=tuple(warnings))
 
     def _engine_of(self, record: Trajectory, where: str) -> Engine:
-        """The engine that the run's workers had, with the weights that drew a record."""
+        """The engine that the run's workers had, with the weights that drew a record; on one device, if they had more
+        than there are here."""
         model = self._config.model
         if self._engine is None:
             load_plugins(self._config.plugins)  # a fault of theirs is told before the weights are read
             self._progress.message(f"loading {model.checkpoint}")
             checkpoint = load_checkpoint(model.checkpoint)
             self._weights_digest = weights_digest(checkpoint.params)
-            self._engine = Engine(checkpoint, self._config.geometry, model.dtype, plugins=self._config.plugins)
+            numerics, devices = self._manifest.numerics.get(record.numerics_fingerprint, {}), jax.local_devices()
+            count = numerics.get("num_devices", 1)
+            devices = devices[: count if count <= len(devices) else 1]
+            plugins = self._config.plugins
+            self._engine = Engine(checkpoint, self._config.geometry, model.dtype, devices=devices, plugins=plugins)
         if self._weights_digest != record.weights_digest:
             raise CheckpointError(
                 f"{model.checkpoint}: expected weights of digest {record.weights_digest}, which drew {where}, got"

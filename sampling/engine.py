@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,8 @@ from sampling.grammar import TokenAutomaton
 from sampling.grammar.shelf import GrammarShelf
 from sampling.intake import Intake, require_positions
 from sampling.memory_plan import available_bytes, require_memory
-from sampling.models import Transformer
+from sampling.models import ModelMesh, Transformer
+from sampling.models.mesh import made, placed
 from sampling.open_group import OpenGroup, Resident
 from sampling.params import SamplingParams
 from sampling.plugins import PluginRefs
@@ -63,10 +64,11 @@ class Engine:
         geometry: the fixed shapes.
         dtype: "float32" or "bfloat16", of the model's matrix products.
         capacity: sizes of the policies' tables.
+        devices: of JAX, among which the model is cut; the first one by default.
         plugins: transforms and rules from outside that requests may name, as PluginRefs.of takes them.
     Raises:
-        ConfigError: an unknown dtype, a cache longer than the model's positions, or more memory than there is; or a
-            plugin that cannot be used.
+        ConfigError: an unknown dtype, a cache longer than the model's positions, more memory than there is, a number of
+            devices into which the model cannot be cut, or a plugin that cannot be used.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Engine:
         geometry: Geometry | None = None,
         dtype: str = "float32",
         capacity: Capacity | None = None,
+        devices: Sequence[Any] | None = None,
         plugins: PluginRefs | Mapping[str, Any] | None = None,
     ) -> None:
         geometry = geometry or Geometry()
@@ -82,22 +85,24 @@ class Engine:
         if dtype not in DTYPES:
             raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
         require_positions(info, geometry.cache_len)
-        self.memory_plan = require_memory(info.config, geometry, DTYPES[dtype], available_bytes())
+        devices = devices or jax.local_devices()[:1]
+        mesh = ModelMesh.of(info.config, devices)
+        self.memory_plan = require_memory(info.config, geometry, DTYPES[dtype], available_bytes(), mesh)
         log.info("memory of the engine: %s", self.memory_plan)
         self.geometry = geometry
         self.info = info
         self.policy_version = 0
-        self.fingerprint = numerics_fingerprint(geometry, dtype)
+        self.fingerprint = numerics_fingerprint(geometry, dtype, len(devices))
         self.plugins = checked_plugins(PluginRefs.of(plugins), info.config.vocab_size, decode_widths(geometry.slots))
         self._capacity = dataclasses.replace(capacity or Capacity(), plugins=self.plugins)
-        self._model = Transformer(info.config, dtype=DTYPES[dtype])
+        self._model = Transformer(info.config, dtype=DTYPES[dtype], mesh=mesh)
         self._form = WeightForm.of(checkpoint.params, self._model, info.tokenizer_len)
         self._params = self._form.on_device(checkpoint.params)
         self._intake = Intake(info, geometry.cache_len, self.plugins)
         self.vocabulary = self._intake.vocabulary()
-        self._vocabulary = jax.device_put(self.vocabulary or Vocabulary.from_pieces([b"?"]))
-        self._grammars = GrammarShelf(info.config.vocab_size, self._capacity)
-        empty = partial(empty_state, self._model, geometry, self._capacity)
+        self._vocabulary = placed(mesh, self.vocabulary or Vocabulary.from_pieces([b"?"]))
+        self._grammars = GrammarShelf(info.config.vocab_size, self._capacity, mesh)
+        empty = partial(made, mesh, partial(empty_state, self._model, geometry, self._capacity))
         programs = self._compiled(self._capacity)
         self._programs = programs.checked(empty, self._params, self._vocabulary, self._grammars.tables)
         self._state = empty()
@@ -178,8 +183,8 @@ class Engine:
             self._scorer.abort()
         self._free = list(range(self.geometry.slots))[::-1]
         if is_lost(self._state):
-            self._state = empty_state(self._model, self.geometry, self._capacity)
-        nobody = jnp.zeros(self.geometry.slots, bool)
+            self._state = made(self._model.mesh, partial(empty_state, self._model, self.geometry, self._capacity))
+        nobody = np.zeros(self.geometry.slots, bool)
         self._state = self._state.replace(rows=self._state.rows.replace(active=nobody))
 
     def stage_weights(self, params: Mapping[str, Any]) -> StagedWeights:
@@ -274,7 +279,7 @@ class Engine:
         self._capacity, moved = capacity, self._grammars.rearrange(capacity)
         rows = (self._resident.get(slot) for slot in range(self.geometry.slots))
         policies = [self._lowered(row.group.params if row else SamplingParams()) for row in rows]
-        state = rearranged(self._state, policies, capacity, moved)
+        state = placed(self._model.mesh, rearranged(self._state, policies, capacity, moved))
         self._programs, self._scorer, self._state = programs, scorer, state
 
     def _compiled(self, capacity: Capacity, earlier: Programs | None = None) -> Programs:

@@ -19,12 +19,13 @@ NUMERICS_VERSION = 8
 """Rises with every change of the compiled programs that can change a bit."""
 
 
-def numerics_fingerprint(geometry: Geometry, dtype: str) -> dict[str, Any]:
+def numerics_fingerprint(geometry: Geometry, dtype: str, num_devices: int = 1) -> dict[str, Any]:
     """What results of this process depend on, as plain values. Equal fingerprints promise equal bits.
 
     Args:
         geometry: the engine's fixed shapes.
         dtype: of the model's matrix products.
+        num_devices: among which the model is cut.
     """
     devices = jax.local_devices()
     facts: dict[str, Any] = {
@@ -35,7 +36,7 @@ def numerics_fingerprint(geometry: Geometry, dtype: str) -> dict[str, Any]:
         "jaxlib": version("jaxlib"),
         "platform": devices[0].platform,
         "device_kind": devices[0].device_kind,
-        "num_devices": len(devices),
+        "num_devices": num_devices,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
     if facts["platform"] == "cpu":

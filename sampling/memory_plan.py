@@ -15,7 +15,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from sampling.errors import ConfigError
-from sampling.models import KVCache, ModelConfig, Transformer
+from sampling.models import KVCache, ModelConfig, ModelMesh, Transformer
+from sampling.models.mesh import shapes
 from sampling.scoring import BLOCK_TOKENS, PASS_TOKENS, ROWS
 from sampling.types import Geometry
 
@@ -41,20 +42,21 @@ class MemoryPlan:
     workspace: int
 
     @classmethod
-    def of(cls, config: ModelConfig, geometry: Geometry, dtype: DTypeLike) -> Self:
-        """The plan of an engine."""
+    def of(cls, config: ModelConfig, geometry: Geometry, dtype: DTypeLike, mesh: ModelMesh | None = None) -> Self:
+        """The plan of an engine; on a mesh, of each of its devices."""
         model = Transformer(config, dtype=dtype)
         one = jnp.zeros((1, 1), jnp.int32)
-        weights = jax.eval_shape(lambda: model.init(jax.random.key(0), one, one))
+        weights = jax.eval_shape(lambda: model.init(jax.random.key(0), one, one)["params"])
         rows = geometry.slots + geometry.prefill_rows + ROWS
         cache = jax.eval_shape(lambda: KVCache.empty(config, rows, geometry.cache_len, dtype))
         tokens = max(geometry.slots, geometry.prefill_chunk, PASS_TOKENS)
         scored = max(geometry.slots, BLOCK_TOKENS)
         itemsize = np.dtype(dtype).itemsize
-        activations = tokens * (8 * config.width + 4 * config.ffn) * max(itemsize, 4)
+        gathered = len(mesh.devices) if mesh else 0
+        activations = tokens * ((8 + gathered) * config.width + 4 * config.ffn) * max(itemsize, 4)
         return cls(
-            weights=_bytes(weights),
-            cache=_bytes(cache),
+            weights=_bytes(shapes(mesh, weights, weights=True)),
+            cache=_bytes(shapes(mesh, cache)),
             state=geometry.slots * (config.vocab_size * 5 + geometry.cache_len * 28),
             workspace=SCORE_ARRAYS * scored * config.vocab_size * 4 + activations,
         )
@@ -68,20 +70,23 @@ class MemoryPlan:
         return sum_in_words(dataclasses.asdict(self))
 
 
-def require_memory(config: ModelConfig, geometry: Geometry, dtype: DTypeLike, available: int | None) -> MemoryPlan:
+def require_memory(
+    config: ModelConfig, geometry: Geometry, dtype: DTypeLike, available: int | None, mesh: ModelMesh | None = None
+) -> MemoryPlan:
     """The plan of an engine that fits.
 
     Args:
         available: bytes that may be used; None if nobody knows, and then everything fits.
+        mesh: the devices among which the model is cut.
     Raises:
         ConfigError: it does not fit; the message has the numbers, and a geometry that would.
     """
-    plan = MemoryPlan.of(config, geometry, dtype)
+    plan = MemoryPlan.of(config, geometry, dtype, mesh)
     if available is None or plan.total <= available:
         return plan
     raise ConfigError(
         f"geometry: {geometry.slots} slots of {geometry.cache_len} tokens need {plan}, and"
-        f" {size_in_words(available)} are available; {_what_fits(config, geometry, dtype, available)}"
+        f" {size_in_words(available)} are available; {_what_fits(config, geometry, dtype, available, mesh)}"
     )
 
 
@@ -117,12 +122,14 @@ def _cgroup_left() -> list[int]:
     return left
 
 
-def _what_fits(config: ModelConfig, geometry: Geometry, dtype: DTypeLike, available: int) -> str:
+def _what_fits(
+    config: ModelConfig, geometry: Geometry, dtype: DTypeLike, available: int, mesh: ModelMesh | None
+) -> str:
     """The largest number of slots, and else the largest cache, with which it would fit."""
 
     def fits(slots: int, cache_len: int) -> bool:
         smaller = Geometry(slots, cache_len, geometry.prefill_rows, geometry.prefill_chunk)
-        return MemoryPlan.of(config, smaller, dtype).total <= available
+        return MemoryPlan.of(config, smaller, dtype, mesh).total <= available
 
     slots = _largest(lambda slots: fits(slots, geometry.cache_len), geometry.slots)
     cache_len = _largest(lambda cache_len: fits(geometry.slots, cache_len), geometry.cache_len)
@@ -141,7 +148,10 @@ def _largest(fits: Any, most: int) -> int:
 
 
 def _bytes(tree: Any) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """Of shapes; of those that are cut among devices, each device's part."""
+    leaves = jax.tree.leaves(tree)
+    parts = [leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape for leaf in leaves]
+    return sum(math.prod(part) * leaf.dtype.itemsize for part, leaf in zip(parts, leaves, strict=True))
 
 
 def sum_in_words(parts: Mapping[str, int]) -> str:

@@ -18,6 +18,7 @@ from sampling.decode import Admission, EngineState, TokenRecord, admit, decode, 
 from sampling.grammar.tables import FREE, GrammarTables
 from sampling.lanes import Lanes, lane_shape
 from sampling.models import KVCache, Transformer
+from sampling.models.mesh import shapes
 from sampling.params import SamplingParams
 from sampling.policy import Policy, lower, stack
 from sampling.state import NO_TOKEN, StepState
@@ -71,38 +72,49 @@ def compile_programs(
         params, vocabulary: arrays, or only their shapes.
         earlier: programs of the same engine for another capacity.
     """
-    params, vocabulary = _shapes(params), _shapes(vocabulary)
+    in_place = partial(shapes, model.mesh)
+    params, vocabulary = in_place(params, weights=True), in_place(vocabulary)
     sizes = capacity.grammars, capacity.grammar_states, capacity.grammar_cells
-    grammars = _shapes(GrammarTables.empty(model.config.vocab_size, *sizes))
-    state = jax.eval_shape(partial(empty_state, model, geometry, capacity))
-    staging = jax.eval_shape(partial(empty_staging, model, geometry))
+    grammars = in_place(GrammarTables.empty(model.config.vocab_size, *sizes))
+    state = in_place(jax.eval_shape(partial(empty_state, model, geometry, capacity)))
+    staging = in_place(jax.eval_shape(partial(empty_staging, model, geometry)))
     num_lanes, lane_len = lane_shape(geometry.prefill_chunk)
-    lanes = _shapes(Lanes.over({}, num_lanes, lane_len))
-    prompts = jax.ShapeDtypeStruct((geometry.prefill_rows, geometry.cache_len), jnp.int32)
-    fresh = jax.ShapeDtypeStruct((geometry.prefill_rows,), jnp.bool_)
-    one = jax.ShapeDtypeStruct((), jnp.int32)
+    lanes = in_place(Lanes.over({}, num_lanes, lane_len))
+    prompts = in_place(jax.ShapeDtypeStruct((geometry.prefill_rows, geometry.cache_len), jnp.int32))
+    fresh = in_place(jax.ShapeDtypeStruct((geometry.prefill_rows,), jnp.bool_))
+    one = in_place(jax.ShapeDtypeStruct((), jnp.int32))
     admission = Admission(
         slots=state.given,
         count=one,
-        prompt=jax.ShapeDtypeStruct((geometry.cache_len,), jnp.int32),
+        prompt=in_place(jax.ShapeDtypeStruct((geometry.cache_len,), jnp.int32)),
         buffer=state.rows.buffer,
         prompt_len=one,
         limit=one,
         given=state.given,
         keys=state.rows.keys,
-        policy=_shapes(lower(SamplingParams(), capacity)),
+        policy=in_place(lower(SamplingParams(), capacity)),
     )
 
     def compiled(
-        program: Callable[..., Any], donated: int, *shapes: Any, options: Mapping[str, str | bool] | None = None
+        program: Callable[..., Any],
+        donated: int,
+        *arguments: Any,
+        counts: int = 0,
+        options: Mapping[str, str | bool] | None = None,
     ) -> Callable[..., Any]:
-        return jax.jit(program, donate_argnums=donated).lower(*shapes).compile(dict(options or {}))
+        """A program that returns what it is donated, and so many numbers."""
+        places = None
+        if model.mesh is not None:
+            own = model.mesh.of_state(arguments[donated])
+            places = (own, *[model.mesh.whole] * counts) if counts else own
+        lowered = jax.jit(program, donate_argnums=donated, out_shardings=places).lower(*arguments)
+        return lowered.compile(dict(options or {}))
 
     def decoding(width: int) -> Callable[..., Any]:
-        some = () if width == geometry.slots else (jax.ShapeDtypeStruct((width,), jnp.int32),)
+        some = () if width == geometry.slots else (in_place(jax.ShapeDtypeStruct((width,), jnp.int32)),)
         program = partial(decode, model, tokenizer_len)
         arguments = params, state, vocabulary, grammars, one, one, one
-        return compiled(program, 1, *arguments, *some, options=compiler_options())
+        return compiled(program, 1, *arguments, *some, counts=2, options=compiler_options())
 
     widths = earlier.decode if earlier else decode_widths(geometry.slots)
 
@@ -179,7 +191,3 @@ def rearranged(
 def is_lost(tree: Any) -> bool:
     """True if a program that took over these arrays was interrupted before its result replaced them."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree))
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)

@@ -26,6 +26,7 @@ from sampling.decode import TokenRecord, choose
 from sampling.grammar.tables import GrammarTables
 from sampling.lanes import Lanes, lane_shape, read_lanes
 from sampling.models import KVCache, Transformer
+from sampling.models.mesh import made, shapes
 from sampling.params import SamplingParams
 from sampling.policy import Policy, lower, stack
 from sampling.programs import is_lost
@@ -132,17 +133,21 @@ class Scorer:
         grammars: GrammarTables,
     ) -> None:
         self._cache_len, self._capacity = cache_len, capacity
-        self._empty_cache = partial(KVCache.empty, model.config, ROWS, cache_len, model.dtype)
+        empty = partial(KVCache.empty, model.config, ROWS, cache_len, model.dtype)
+        self._empty_cache = partial(made, model.mesh, empty)
         self._cache = self._empty_cache()
         self._neutral = lower(SamplingParams(), capacity)
         self._waiting: deque[tuple[KnownSequence, Any]] = deque()
         self._rows: list[_Reading | None] = [None] * ROWS
-        one = jax.ShapeDtypeStruct((), jnp.int32)
+        mesh = model.mesh
+        places = mesh and mesh.of_state(self._cache)
+        one, work = shapes(mesh, jax.ShapeDtypeStruct((), jnp.int32)), shapes(mesh, self._work())
         program = partial(score_pass, model, tokenizer_len)
         with jax.default_matmul_precision(model.matmul_precision):
-            scoring = jax.jit(program, donate_argnums=1).lower(params, self._cache, vocabulary, grammars, self._work())
-            self._pass = scoring.compile()
-        self._fork = jax.jit(KVCache.fork, donate_argnums=0).lower(self._cache, one, one, one).compile()
+            scoring = jax.jit(program, donate_argnums=1, out_shardings=mesh and (places, mesh.whole))
+            self._pass = scoring.lower(params, self._cache, vocabulary, grammars, work).compile()
+        fork = jax.jit(KVCache.fork, donate_argnums=0, out_shardings=places)
+        self._fork = fork.lower(self._cache, one, one, one).compile()
 
     def add(self, sequence: KnownSequence, tag: Any) -> None:
         """Puts a sequence at the end of the queue; its scores come back beside its tag."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 
 from sampling.lanes import Lanes, lane_shape
 from sampling.models import KVCache, Transformer
+from sampling.models.mesh import made
 from sampling.open_group import OpenGroup
 from sampling.programs import empty_staging, is_lost
 from sampling.types import Geometry
@@ -41,7 +43,7 @@ class Staging:
         self._model, self._geometry = model, geometry
         self._lane_shape = lane_shape(geometry.prefill_chunk)
         self._seats: dict[int, _Seat] = {}  # those that came first stand first
-        self.cache: KVCache = empty_staging(model, geometry)
+        self.cache: KVCache = self._empty()
 
     def __len__(self) -> int:
         return len(self._seats)
@@ -84,4 +86,7 @@ class Staging:
         """Forgets every prompt."""
         self._seats.clear()
         if is_lost(self.cache):
-            self.cache = empty_staging(self._model, self._geometry)
+            self.cache = self._empty()
+
+    def _empty(self) -> KVCache:
+        return made(self._model.mesh, partial(empty_staging, self._model, self._geometry))

@@ -88,7 +88,8 @@ class WeightForm:
             array = np.asarray(leaf)
             return array.astype(self.model.dtype, copy=copied and array.flags.writeable)
 
-        return jax.device_put(jax.tree.map(cast, params))
+        mesh = self.model.mesh
+        return jax.device_put(jax.tree.map(cast, params), mesh and mesh.of_weights(params))
 
     def _require(self, params: Mapping[str, Any]) -> None:
         found = _named(params)

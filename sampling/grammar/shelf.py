@@ -6,7 +6,6 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-import jax
 import numpy as np
 
 from sampling.capacity import Capacity
@@ -14,6 +13,7 @@ from sampling.errors import ConfigError
 from sampling.grammar.grammar import Grammar
 from sampling.grammar.tables import FREE, GrammarTables, sizes
 from sampling.grammar.token_automaton import TokenAutomaton
+from sampling.models.mesh import ModelMesh, placed
 from sampling.params import SamplingParams
 
 MOST_BYTES = 256 * 2**20
@@ -26,10 +26,11 @@ class GrammarShelf:
     Args:
         vocab: ids of the model's head.
         capacity: sizes of the tables.
+        mesh: the devices that hold them; None: the default one.
     """
 
-    def __init__(self, vocab: int, capacity: Capacity) -> None:
-        self._vocab = vocab
+    def __init__(self, vocab: int, capacity: Capacity, mesh: ModelMesh | None = None) -> None:
+        self._vocab, self._mesh = vocab, mesh
         self._uses: Counter[Grammar] = Counter()
         self._automata: dict[Grammar, TokenAutomaton] = {}
         self._first: dict[Grammar, int] = {}
@@ -56,7 +57,7 @@ class GrammarShelf:
             self._automata[grammar] = automaton
             if needed is None:
                 self._append(grammar)
-                self.tables = jax.device_put(self._host)
+                self.tables = placed(self._mesh, self._host)
         self._uses[grammar] += 1
         return needed
 
@@ -70,7 +71,7 @@ class GrammarShelf:
         self._automata = {grammar: self._automata[grammar] for grammar in self._uses}
         for grammar in self._automata:
             self._append(grammar)
-        self.tables = jax.device_put(self._host)
+        self.tables = placed(self._mesh, self._host)
         return {
             first + state: self._first[grammar] + state
             for grammar, first in before.items()

@@ -2,6 +2,7 @@
 
 from sampling.models.config import ModelConfig, RopeScaling
 from sampling.models.kv_cache import KVCache
+from sampling.models.mesh import ModelMesh
 from sampling.models.transformer import Transformer
 
-__all__ = ["KVCache", "ModelConfig", "RopeScaling", "Transformer"]
+__all__ = ["KVCache", "ModelConfig", "ModelMesh", "RopeScaling", "Transformer"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sampling.models import KVCache
-from sampling.models.transformer import times
+from sampling.models.mesh import times
 
 ROWS, CACHE_LEN, BLOCK_LEN = 5, 17, 4
 POSITIONS = jnp.array([[3], [16], [0], [9], [11]], jnp.int32)
