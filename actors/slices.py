@@ -1,0 +1,148 @@
+"""TPU slices of several hosts: what one has, reserving it through Ray's own TPU utilities, and giving it back.
+
+Every host of a slice gets one worker with all its chips. Workers know nothing of each other, so a host that is lost
+takes its own worker with it and no other.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.tpu import SlicePlacementGroup, get_tpu_nodes_for_slice, get_tpu_worker_resources, slice_placement_group
+
+from actors.spec import Placement, TpuSlice
+from sampling.errors import ConfigError, WorkerError
+
+SLICE_NAME = "ray.io/tpu-slice-name"
+WORKER_ID = "ray.io/tpu-worker-id"
+"""Labels that Ray gives to the hosts of a slice."""
+
+HOST_ENVIRONMENT = {
+    # As Ray sets them where a worker has fewer chips than its host.
+    "TPU_HOST_BOUNDS": "1,1,1",
+    "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1",
+    # Their newer names and the rest of what JAX's own tests set for one process with four chips.
+    "TPU_PROCESS_BOUNDS": "1,1,1",
+    "TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1",
+    "TPU_PROCESS_ADDRESSES": "localhost:8471",
+    "TPU_PROCESS_PORT": "8471",
+    "CLOUD_TPU_TASK_ID": "0",
+    # In place of what Kubernetes sets for the whole slice.
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+"""Lets the TPU runtime take a host of a slice for a slice of its own. By itself it would wait for the other hosts, to
+form one machine with them. Every host of a slice of several has four chips, two by two."""
+
+
+def slice_hosts(tpu_slice: TpuSlice) -> tuple[int, int]:
+    """The hosts of a slice, and the TPUs that Ray counts on each: its chips, as a rule.
+
+    Raises:
+        ConfigError: Ray knows no such slice, or it has one host.
+    """
+    try:
+        hosts, resources = get_tpu_worker_resources(tpu_slice.topology, tpu_slice.version)
+    except ValueError as error:
+        raise ConfigError(f"tpu_slice: expected a slice that Ray knows, got {tpu_slice}: {error}") from error
+    if hosts == 1:
+        raise ConfigError(
+            f"tpu_slice: expected a slice of several hosts, got {tpu_slice}, which is one host;"
+            f" use tpus: {resources['TPU']:g} instead"
+        )
+    return hosts, int(resources["TPU"])
+
+
+def require_slice(placement: Placement) -> None:
+    """Refuses numbers of workers that do not fit the slice.
+
+    Raises:
+        ConfigError: there is not one worker for each host, or no such slice.
+    """
+    if placement.tpu_slice is None:
+        return
+    hosts, _ = slice_hosts(placement.tpu_slice)
+    if placement.num_workers != hosts:
+        raise ConfigError(
+            f"placement: expected one worker for each of the {hosts} hosts of {placement.tpu_slice}, got"
+            f" {placement.num_workers} workers; set workers.count to {hosts}"
+        )
+
+
+class ReservedSlice:
+    """The slice of a pool, reserved when its first worker is launched and until it is given back.
+
+    Args:
+        placement: with a slice.
+        start_s: seconds that reserving one may take.
+    """
+
+    def __init__(self, placement: Placement, start_s: float) -> None:
+        assert placement.tpu_slice is not None, "for pools on a slice"
+        self._wanted, self._cpus, self._start_s = placement.tpu_slice, placement.cpus, start_s
+        self._hosts, self._tpus = slice_hosts(placement.tpu_slice)
+        self._group: SlicePlacementGroup | None = None
+
+    @property
+    def gone(self) -> bool:
+        """Whether there was a slice, and none of its hosts is left."""
+        return self._group is not None and not self._nodes()
+
+    def strategy(self, index: int) -> PlacementGroupSchedulingStrategy:
+        """Where a worker has to start: on the host with the TPU worker id `index`.
+
+        Raises:
+            ConfigError: Ray knows no such slice.
+            WorkerError: none was to be had in time.
+        """
+        if self.gone:
+            self.give_back()
+        group = self._group or self._reserve()
+        return PlacementGroupSchedulingStrategy(group.placement_group, placement_group_bundle_index=index)
+
+    def room(self, index: int) -> str:
+        """Whether Ray sees the host of a worker, in words."""
+        there = any(node["Labels"].get(WORKER_ID) == str(index) for node in self._nodes())
+        return f"; its host, TPU worker {index} of slice {self._name!r}, is {'there' if there else 'not there'}"
+
+    def give_back(self) -> None:
+        """Lets others have the slice; its workers must have ended."""
+        if self._group is not None:
+            self._group.shutdown()
+        self._group = None
+
+    @property
+    def _name(self) -> str:
+        return self._group.bundle_label_selector[0][SLICE_NAME] if self._group else ""
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        return get_tpu_nodes_for_slice(self._name)
+
+    def _reserve(self) -> SlicePlacementGroup:
+        limit = time.monotonic() + self._start_s
+        try:
+            self._group = group = slice_placement_group(
+                self._wanted.topology,
+                self._wanted.version,
+                resources_per_bundle={"CPU": self._cpus, "TPU": self._tpus},
+                strategy="STRICT_SPREAD",
+                # By itself Ray puts bundles and hosts in any order.
+                bundle_label_selector=[{WORKER_ID: str(index)} for index in range(self._hosts)],
+                head_reservation_timeout_s=self._start_s,
+            )
+            if ray.wait([group.placement_group.ready()], timeout=max(0.0, limit - time.monotonic()))[0]:
+                return group
+            reason = f"of the {self._hosts} hosts of {self._name!r} Ray sees {len(self._nodes())}, or others use them"
+        except ValueError as error:
+            raise ConfigError(f"tpu_slice: expected a slice that Ray knows, got {self._wanted}: {error}") from error
+        except (TimeoutError, RuntimeError, RayError) as error:
+            reason = str(error)
+        self.give_back()
+        raise WorkerError(
+            f"{self._wanted} was not to be had within {self._start_s:g} s: {reason}. Wait until one is given back, add"
+            " one to the cluster, ask for another shape, or wait longer (workers.start_deadline_s)"
+        )
