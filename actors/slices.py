@@ -136,7 +136,7 @@ class ReservedSlice:
             )
             if ray.wait([group.placement_group.ready()], timeout=max(0.0, limit - time.monotonic()))[0]:
                 return group
-            reason = f"of the {self._hosts} hosts of {self._name!r} Ray sees {len(self._nodes())}, or others use them"
+            reason = f"Ray sees {len(self._nodes())} of {self._hosts} hosts of {self._name!r}, and not all are free"
         except ValueError as error:
             raise ConfigError(f"tpu_slice: expected a slice that Ray knows, got {self._wanted}: {error}") from error
         except (TimeoutError, RuntimeError, RayError) as error:
