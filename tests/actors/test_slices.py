@@ -42,8 +42,8 @@ address, checkpoint = sys.argv[1:]
 spec = WorkerSpec(checkpoint, GEOMETRY)
 placement = Placement(2, cpus=0, threads=1, tpu_slice=TpuSlice("2x2x2", "v4"))
 
-def slice_pool(start_s=60.0):
-    return WorkerPool(spec, placement, Deadlines(start_s=start_s, heartbeat_s=5), address=address)
+def slice_pool(start_s=60.0, heartbeat_s=20.0):
+    return WorkerPool(spec, placement, Deadlines(start_s=start_s, heartbeat_s=heartbeat_s), address=address)
 
 def free():
     return {name: ray.available_resources().get(name, 0) for name in ("TPU", "TPU-v4-16-head")}
@@ -199,7 +199,7 @@ def test_a_slice_that_is_lost_is_replaced_by_another_one_or_the_run_ends(cluster
         """
 expected = undisturbed()
 supervision.SamplingWorker = OnCpu
-with slice_pool(start_s=15) as pool:
+with slice_pool(start_s=20, heartbeat_s=5) as pool:
     until = lambda: set(hosts(pool).values()) == {("b", "0"), ("b", "1")}
     assert drawn_while(pool, "a is replaced", until) == expected
     try:
@@ -209,7 +209,7 @@ with slice_pool(start_s=15) as pool:
 """,
         {"a is replaced": replace, "b is lost": lambda: lose("b")},
     )
-    assert "a slice 2x2x2 of TPU v4 was not to be had within 15 s: Failed to reserve TPU head for slice" in told
+    assert "a slice 2x2x2 of TPU v4 was not to be had within 20 s: Failed to reserve TPU head for slice" in told
 
 
 @pytest.mark.parametrize(
