@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray.util.tpu import SlicePlacementGroup, get_tpu_nodes_for_slice, get_tpu_worker_resources, slice_placement_group
 
@@ -101,8 +102,9 @@ class ReservedSlice:
         """
         if self.gone:
             self.give_back()
-        group = self._group or self._reserve()
-        return PlacementGroupSchedulingStrategy(group.placement_group, placement_group_bundle_index=index)
+        if self._group is None:
+            self._reserve()
+        return PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=index)
 
     def room(self, index: int) -> str:
         """Whether Ray sees the host of a worker, in words."""
@@ -119,13 +121,20 @@ class ReservedSlice:
     def _name(self) -> str:
         return self._group.bundle_label_selector[0][SLICE_NAME] if self._group else ""
 
+    @property
+    def _places(self) -> PlacementGroup:
+        """One bundle for each host, in the order of their TPU worker ids."""
+        places = self._group.placement_group if self._group else None
+        assert places is not None, "reserve the slice first"
+        return places
+
     def _nodes(self) -> list[dict[str, Any]]:
         return get_tpu_nodes_for_slice(self._name)
 
-    def _reserve(self) -> SlicePlacementGroup:
+    def _reserve(self) -> None:
         limit = time.monotonic() + self._start_s
         try:
-            self._group = group = slice_placement_group(
+            self._group = slice_placement_group(
                 self._wanted.topology,
                 self._wanted.version,
                 resources_per_bundle={"CPU": self._cpus, "TPU": self._tpus},
@@ -134,8 +143,8 @@ class ReservedSlice:
                 bundle_label_selector=[{WORKER_ID: str(index)} for index in range(self._hosts)],
                 head_reservation_timeout_s=self._start_s,
             )
-            if ray.wait([group.placement_group.ready()], timeout=max(0.0, limit - time.monotonic()))[0]:
-                return group
+            if ray.wait([self._places.ready()], timeout=max(0.0, limit - time.monotonic()))[0]:
+                return
             reason = f"Ray sees {len(self._nodes())} of {self._hosts} hosts of {self._name!r}, and not all are free"
         except ValueError as error:
             raise ConfigError(f"tpu_slice: expected a slice that Ray knows, got {self._wanted}: {error}") from error
