@@ -151,8 +151,18 @@ for _ in range(2):
             tell(error)
         assert time.monotonic() - began < 5
     await_that(lambda: free() == {"TPU": 8, "TPU-v4-16-head": 1})
+ordered("a host goes away")
+await_that(lambda: free() == {"TPU": 4, "TPU-v4-16-head": 1})
+try:
+    with slice_pool(start_s=2):
+        raise AssertionError("half of the slice is away")
+except WorkerError as error:
+    tell(error)
+await_that(lambda: free() == {"TPU": 4, "TPU-v4-16-head": 1})
 """,
+        {"a host goes away": lambda: cluster.remove_host("a", 1)},
     )
+    assert "not to be had within 2 s: Ray sees 1 of 2 hosts of 'a', and not all are free. Wait until" in told
     assert "a slice 2x2x2 of TPU v4 was not to be had within 1 s: Failed to reserve TPU head for slice" in told
     assert "workers.start_deadline_s" in told
 
