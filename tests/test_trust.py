@@ -18,6 +18,7 @@ KNOWN = {
     ("rollout/reward_process.py", "pickle.loads"): "what the driver sends over their socket",
     ("rollout/rewards.py", "importlib.import_module"): "the scorer that the config names",
     ("rollout/tasks.py", "importlib.import_module"): "one name in the file",
+    ("sampling/plugins/loading.py", "importlib.import_module"): "plugins that the config or the caller names",
 }
 """Calls that load code or unpickle, and what from."""
 
