@@ -4,10 +4,12 @@ A line of its input is an order; when it is carried out the process tells the ad
 
 restart                 kills every process and starts anew
 add SLICE HOST          adds a node that takes itself for a host of a TPU slice of two, four chips each
+add SLICE HOST PATH     the same, and its Python looks for modules at PATH first
 remove SLICE HOST       kills that node
 """
 
 import json
+import os
 import sys
 
 import ray._private.utils
@@ -25,15 +27,16 @@ def started(nodes: int, settings: dict) -> Cluster:
     return cluster
 
 
-def tpu_host(slice_name: str, host: str) -> dict:
+def tpu_host(slice_name: str, host: str, *path: str) -> dict:
     """What a node of a slice 2x2x2 of TPU v4 tells Ray, and what its processes find in their environment."""
     head = {"TPU-v4-16-head": 1} if host == "0" else {}
     names = {"slice-name": slice_name, "worker-id": host, "pod-type": "v4-16", "topology": "2x2x2"}
-    environment = {"NAME": slice_name, "WORKER_ID": host, "ACCELERATOR_TYPE": "v4-16", "TOPOLOGY": "2x2x2"}
+    told = {"NAME": slice_name, "WORKER_ID": host, "ACCELERATOR_TYPE": "v4-16", "TOPOLOGY": "2x2x2"}
+    environment = {f"TPU_{name}": value for name, value in told.items()}
     return {
         "resources": {"TPU": 4, **head},
         "labels": {f"ray.io/tpu-{name}": value for name, value in names.items()},
-        "env_vars": {f"TPU_{name}": value for name, value in environment.items()},
+        "env_vars": {**environment, "PYTHONPATH": os.pathsep.join([*path, os.environ["PYTHONPATH"]])},
     }
 
 
@@ -49,8 +52,8 @@ def main() -> None:
                     for node in reversed(cluster.list_all_nodes()):
                         cluster.remove_node(node, allow_graceful=False)
                     cluster = started(nodes, settings)
-                case ["add", slice_name, host]:
-                    hosts[slice_name, host] = cluster.add_node(**settings, **tpu_host(slice_name, host))
+                case ["add", slice_name, host, *path]:
+                    hosts[slice_name, host] = cluster.add_node(**settings, **tpu_host(slice_name, host, *path))
                 case ["remove", slice_name, host]:
                     cluster.remove_node(hosts.pop((slice_name, host)), allow_graceful=False)
             print(json.dumps(cluster.address), flush=True)

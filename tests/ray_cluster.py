@@ -37,9 +37,14 @@ class RayCluster:
         """Kills every process of the cluster and starts another one."""
         self._order("restart")
 
-    def add_host(self, slice_name: str, host: int) -> None:
-        """Adds a node that takes itself for a host of a TPU slice: 2x2x2 of v4, two hosts of four chips."""
-        self._order(f"add {slice_name} {host}")
+    def add_host(self, slice_name: str, host: int, path: Path | str = "") -> None:
+        """Adds a node that takes itself for a host of a TPU slice: 2x2x2 of v4, two hosts of four chips.
+
+        Args:
+            slice_name, host: what it takes itself for.
+            path: where its Python looks for modules before anywhere else.
+        """
+        self._order(f"add {slice_name} {host} {path}")
 
     def remove_host(self, slice_name: str, host: int) -> None:
         """Kills such a node."""

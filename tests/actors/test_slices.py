@@ -5,15 +5,17 @@ Ray reserves, refuses, and gives back as it would on real ones; what the TPU run
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from actors import Placement, TpuSlice
 from actors.cluster import connected, worker_environment
-from actors.slices import require_slice, slice_hosts
+from actors.slices import in_time, require_slice, slice_hosts
 from rollout.config_file import parse_config
 from rollout.driver import placement_of
 from sampling.errors import ConfigError
@@ -88,6 +90,15 @@ def drawn_while(pool, order, until):
     return all_drawn({name: group for name, group in found.items() if not name.startswith("more")})
 """
 """What every driver begins with. It runs in a process of its own, since a process knows one Ray."""
+
+HELD_WORKERS = """
+import pathlib, sys, time
+while any(part.endswith("default_worker.py") for part in sys.orig_argv):
+    if not pathlib.Path(__file__).with_name("held").exists():
+        break
+    time.sleep(0.1)
+"""
+"""Python runs it first of all: no worker process of Ray gets any further while the file is there."""
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +231,106 @@ with slice_pool(start_s=20, heartbeat_s=5) as pool:
         {"a is replaced": replace, "b is lost": lambda: lose("b")},
     )
     assert "a slice 2x2x2 of TPU v4 was not to be had within 20 s: Failed to reserve TPU head for slice" in told
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_host_that_never_says_its_slice_is_waited_for_no_longer_than_the_deadline(checkpoint, tmp_path):
+    held = tmp_path / "held"
+    held.touch()
+    (tmp_path / "sitecustomize.py").write_text(HELD_WORKERS)
+    with ray_cluster(nodes=1) as cluster:
+        cluster.add_host("a", 0, tmp_path)
+        cluster.add_host("a", 1)
+        told = drive(
+            cluster,
+            checkpoint,
+            """
+ray.init(address=address, log_to_driver=False, logging_level="error")
+supervision.SamplingWorker = OnCpu
+await_that(lambda: free() == {"TPU": 8, "TPU-v4-16-head": 1})
+began = time.monotonic()
+try:
+    with slice_pool(start_s=4):
+        raise AssertionError("the host cannot have answered")
+except WorkerError as error:
+    tell(error)
+assert 4 < time.monotonic() - began < 10, time.monotonic() - began
+assert free() == {"TPU": 8, "TPU-v4-16-head": 0}, free()  # Ray had chosen the slice, and still asks for its name
+ordered("the host works again")
+await_that(lambda: free() == {"TPU": 8, "TPU-v4-16-head": 1})
+with slice_pool() as pool:
+    assert hosts(pool) == {"worker-0": ("a", "0"), "worker-1": ("a", "1")}, hosts(pool)
+    assert len(all_drawn(groups(pool.run(requests())))) == len(requests())
+""",
+            {"the host works again": held.unlink},
+        )
+    assert "a slice 2x2x2 of TPU v4 was not to be had within 4 s: Ray chose one whose first host does not tell" in told
+
+
+def test_what_comes_too_late_is_undone():
+    begin, undone, seen = threading.Event(), [], threading.Event()
+
+    def make():
+        assert begin.wait(10)
+        return "slice"
+
+    def undo(what):
+        undone.append(what)
+        seen.set()
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        in_time(0.1, make, undo)
+    assert time.monotonic() - began < 5 and not undone
+    begin.set()
+    assert seen.wait(10) and undone == ["slice"]
+
+
+def test_what_comes_in_time_is_returned_or_raised():
+    undone = []
+    assert in_time(10, lambda: "slice", undone.append) == "slice"
+    with pytest.raises(ZeroDivisionError):
+        in_time(10, lambda: 1 // 0, undone.append)
+    assert not undone
+
+
+def test_no_interrupt_leaves_a_slice_behind():
+    begin, undone = threading.Event(), threading.Event()
+
+    def make():
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        assert begin.wait(10)
+
+    with pytest.raises(KeyboardInterrupt):
+        in_time(10, make, lambda _: undone.set())
+    assert not undone.is_set()
+    begin.set()
+    assert undone.wait(10)
+
+
+def test_a_ray_without_tpu_utilities_is_refused_where_a_slice_is_asked_for(monkeypatch):
+    monkeypatch.delattr("ray.util.tpu.slice_placement_group")
+    with pytest.raises(ConfigError, match=r"expected a Ray with ray.util.tpu.slice_placement_group, as 2.60 has it"):
+        require_slice(Placement(2, tpu_slice=SLICE))
+    monkeypatch.setitem(sys.modules, "ray.util.tpu", None)
+    with pytest.raises(ConfigError, match=r"expected a Ray with ray.util.tpu.get_tpu_nodes_for_slice"):
+        require_slice(Placement(2, tpu_slice=SLICE))
+    require_slice(Placement(2))
+
+
+def test_who_asks_for_no_slice_needs_no_tpu_utilities():
+    code = """
+import sys
+from types import ModuleType
+import ray.util.tpu
+sys.modules["ray.util.tpu"] = ray.util.tpu = ModuleType("ray.util.tpu")
+from actors import Placement, WorkerPool
+from actors.cluster import worker_environment
+from actors.slices import require_slice
+require_slice(Placement(2)), worker_environment(Placement(2))
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), timeout=60, check=True)
 
 
 @pytest.mark.parametrize(
