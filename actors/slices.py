@@ -6,16 +6,14 @@ takes its own worker with it and no other.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.spec import Placement, TpuSlice
@@ -24,17 +22,20 @@ from sampling.errors import ConfigError, WorkerError
 if TYPE_CHECKING:
     from ray.util.tpu import SlicePlacementGroup
 
-Made = TypeVar("Made")
-
-UTILITIES = ("get_tpu_nodes_for_slice", "get_tpu_worker_resources", "slice_placement_group")
-"""What is used of `ray.util.tpu`."""
-
-GRACE_S = 2.0
-"""Seconds beyond the deadline for Ray to say by itself that no slice is free."""
-
 SLICE_NAME = "ray.io/tpu-slice-name"
 WORKER_ID = "ray.io/tpu-worker-id"
+POD_TYPE = "ray.io/tpu-pod-type"
 """Labels that Ray gives to the hosts of a slice."""
+
+UTILITIES = (
+    "TPUAcceleratorManager",
+    "get_tpu_nodes_for_slice",
+    "get_tpu_version_from_type",
+    "get_tpu_worker_resources",
+    "infer_tpu_pod_type_from_topology",
+    "slice_placement_group",
+)
+"""What is used of `ray.util.tpu`."""
 
 HOST_ENVIRONMENT = {
     # As Ray sets them where a worker has fewer chips than its host.
@@ -78,8 +79,12 @@ def slice_hosts(tpu_slice: TpuSlice) -> tuple[int, int]:
     Raises:
         ConfigError: Ray knows no such slice, or it has one host.
     """
+    tpu, topology = ray_tpu(), tpu_slice.topology
     try:
-        hosts, resources = ray_tpu().get_tpu_worker_resources(tpu_slice.topology, tpu_slice.version)
+        version = tpu.get_tpu_version_from_type(tpu_slice.version)
+        hosts, resources = tpu.get_tpu_worker_resources(topology, version)
+        if not tpu.TPUAcceleratorManager.is_valid_tpu_accelerator_topology(version, topology):
+            raise ValueError(f"{topology} is no topology of {version}")
     except ValueError as error:
         raise ConfigError(f"tpu_slice: expected a slice that Ray knows, got {tpu_slice}: {error}") from error
     if hosts == 1:
@@ -118,7 +123,9 @@ class ReservedSlice:
         assert placement.tpu_slice is not None, "for pools on a slice"
         self._wanted, self._cpus, self._start_s = placement.tpu_slice, placement.cpus, start_s
         self._hosts, self._tpus = slice_hosts(placement.tpu_slice)
+        self._head: PlacementGroup | None = None
         self._group: SlicePlacementGroup | None = None
+        self._name = ""
 
     @property
     def gone(self) -> bool:
@@ -129,7 +136,6 @@ class ReservedSlice:
         """Where a worker has to start: on the host with the TPU worker id `index`.
 
         Raises:
-            ConfigError: Ray knows no such slice.
             WorkerError: none was to be had in time.
         """
         if self.gone:
@@ -147,11 +153,10 @@ class ReservedSlice:
         """Lets others have the slice; its workers must have ended."""
         if self._group is not None:
             self._group.shutdown()
-        self._group = None
-
-    @property
-    def _name(self) -> str:
-        return self._group.bundle_label_selector[0][SLICE_NAME] if self._group else ""
+        if self._head is not None:
+            with contextlib.suppress(RayError):
+                remove_placement_group(self._head)
+        self._head = self._group = None
 
     @property
     def _places(self) -> PlacementGroup:
@@ -164,64 +169,55 @@ class ReservedSlice:
         return ray_tpu().get_tpu_nodes_for_slice(self._name)
 
     def _reserve(self) -> None:
+        """Takes the head of a slice, which one at a time can have, and then the slice."""
+        self.give_back()  # what was interrupted
         limit = time.monotonic() + self._start_s
         try:
-            # Ray waits for a free slice as long as it is told, and then without end for a host to say its name.
-            self._group = in_time(self._start_s + GRACE_S, self._ask, _undo)
-            if ray.wait([self._places.ready()], timeout=max(0.0, limit - time.monotonic()))[0]:
-                return
-            reason = f"Ray sees {len(self._nodes())} of {self._hosts} hosts of {self._name!r}, and not all are free"
-        except ValueError as error:
-            raise ConfigError(f"tpu_slice: expected a slice that Ray knows, got {self._wanted}: {error}") from error
-        except (TimeoutError, RuntimeError, RayError) as error:
-            reason = str(error) or "Ray chose one whose first host does not tell its name; it may hang"
+            reason = self._take_head(limit) or self._take_hosts(limit)
+        except RayError as error:
+            reason = str(error)
+        if not reason:
+            return
         self.give_back()
         raise WorkerError(
             f"{self._wanted} was not to be had within {self._start_s:g} s: {reason}. Wait until one is given back, add"
             " one to the cluster, ask for another shape, or wait longer (workers.start_deadline_s)"
         )
 
-    def _ask(self) -> SlicePlacementGroup:
-        return ray_tpu().slice_placement_group(
+    def _take_head(self, limit: float) -> str:
+        """Chooses a slice. Returns why it cannot; empty where it can.
+
+        As `slice_placement_group` would do it, but for a task that it starts on the host to learn the slice's name: it
+        waits for that without end. The label of the host has the name, too.
+        """
+        tpu = ray_tpu()
+        version = tpu.get_tpu_version_from_type(self._wanted.version)
+        pod_type = tpu.infer_tpu_pod_type_from_topology(self._wanted.topology, version)
+        labels = {WORKER_ID: "0", POD_TYPE: pod_type}
+        self._head = placement_group([{f"TPU-{pod_type}-head": 1}], bundle_label_selector=[labels])
+        if not _placed(self._head, limit):
+            known = [node for node in ray.nodes() if node["Alive"] and labels.items() <= node["Labels"].items()]
+            return f"Ray sees {len(known)} with the head of a {pod_type}, and none is free"
+        node_id = placement_group_table(self._head)["bundles_to_node_id"][0]
+        found = {node["NodeID"]: node["Labels"] for node in ray.nodes() if node["Alive"]}
+        self._name = found.get(node_id, {}).get(SLICE_NAME, "")
+        return "" if self._name else f"the host that Ray chose was lost, or it has no label {SLICE_NAME}"
+
+    def _take_hosts(self, limit: float) -> str:
+        """Reserves all hosts of that slice. Returns why it cannot; empty where it can."""
+        self._group = ray_tpu().slice_placement_group(
             self._wanted.topology,
             self._wanted.version,
             resources_per_bundle={"CPU": self._cpus, "TPU": self._tpus},
             strategy="STRICT_SPREAD",
             # By itself Ray puts bundles and hosts in any order.
-            bundle_label_selector=[{WORKER_ID: str(index)} for index in range(self._hosts)],
-            head_reservation_timeout_s=self._start_s,
+            bundle_label_selector=[{SLICE_NAME: self._name, WORKER_ID: str(index)} for index in range(self._hosts)],
         )
+        if _placed(self._places, limit):
+            return ""
+        return f"Ray sees {len(self._nodes())} of {self._hosts} hosts of {self._name!r}, and not all are free"
 
 
-def in_time(limit_s: float, make: Callable[[], Made], undo: Callable[[Made], None]) -> Made:
-    """What `make` returns or raises, though it may wait for ever: nobody waits for it longer than so many seconds.
-
-    It runs in a thread, which an exit of the process does not wait for either. What it returns to nobody, after the
-    limit or after an interrupt, is undone.
-
-    Raises:
-        TimeoutError: it took longer.
-    """
-    made: Future[Made] = Future()
-
-    def run() -> None:
-        try:
-            made.set_result(make())
-        except BaseException as error:  # with SystemExit Ray ends what waits when it is shut down
-            made.set_exception(error)
-
-    def undo_what_came() -> None:
-        if not made.exception(0):
-            undo(made.result(0))
-
-    try:
-        threading.Thread(target=run, daemon=True).start()
-        return made.result(limit_s)
-    except BaseException:
-        made.add_done_callback(lambda _: undo_what_came())
-        raise
-
-
-def _undo(group: SlicePlacementGroup) -> None:
-    if ray.is_initialized():  # else it is gone with the connection, and Ray would open another one
-        group.shutdown()
+def _placed(group: PlacementGroup, limit: float) -> bool:
+    """Whether Ray finds room for a group before a moment of time.monotonic()."""
+    return bool(ray.wait([group.ready()], timeout=max(0.0, limit - time.monotonic()))[0])
