@@ -7,7 +7,6 @@ takes its own worker with it and no other.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -62,15 +61,16 @@ def ray_tpu() -> Any:
         ConfigError: this Ray lacks them.
     """
     try:
-        module = importlib.import_module("ray.util.tpu")
-    except ImportError:
-        module = None
-    if missing := [name for name in UTILITIES if not hasattr(module, name)]:
+        import ray.util.tpu as tpu
+
+        for name in UTILITIES:
+            getattr(tpu, name)
+    except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"tpu_slice: expected a Ray with ray.util.tpu.{missing[0]}, as 2.60 has it, got Ray {ray.__version__}"
-            " without; install such a Ray, or use tpus and hosts that are no part of a slice"
-        )
-    return module
+            f"tpu_slice: expected a Ray with the utilities that ray.util.tpu has in 2.60, got Ray {ray.__version__}:"
+            f" {error}; install such a Ray, or use tpus and hosts that are no part of a slice"
+        ) from error
+    return tpu
 
 
 def slice_hosts(tpu_slice: TpuSlice) -> tuple[int, int]:
