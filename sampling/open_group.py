@@ -60,6 +60,11 @@ class OpenGroup:
         pending = deque(Sample(*sample) for sample in samples)
         return cls(request, params, limit, time.monotonic(), automaton, pending)
 
+    @property
+    def budget(self) -> int:
+        """Tokens that a row of it may have beyond the prompt."""
+        return self.limit - self.request.prompt_tokens.size
+
     def admission(self, entering: Mapping[int, Sample], geometry: Geometry, policy: Policy) -> Admission:
         """What the program of that name needs to fill slots with samples.
 
