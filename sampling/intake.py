@@ -9,7 +9,7 @@ import numpy as np
 
 from sampling.checkpoints import CheckpointInfo, load_backend
 from sampling.errors import CheckpointError, ConfigError, PromptError
-from sampling.grammar import GrammarCache, TokenAutomaton
+from sampling.grammar import Followed, GrammarCache, SteppedGrammar, SteppedGrammars
 from sampling.grammar.demands import refuse_contradictions
 from sampling.params import SamplingParams
 from sampling.plugins import Plugins
@@ -46,6 +46,7 @@ class Intake:
         self._info, self._cache_len, self._plugins = info, cache_len, plugins
         self._tokenizer: Any = None
         self._grammars: GrammarCache | None = None
+        self._stepped: SteppedGrammars | None = None
         try:
             self._tokenizer = load_backend(info)
         except CheckpointError as error:
@@ -78,9 +79,14 @@ class Intake:
         params.require_tokens(self._info.tokenizer_len, where)
         if (automaton := self.automaton(params, where)) is not None:
             refuse_contradictions(params, automaton, request.prompt_tokens.size, where)
+        if request.forward and isinstance(automaton, SteppedGrammar):
+            raise ConfigError(
+                f"{where}.grammar_mode: a forward pass asks tables at every place, and a grammar in mode 'host' has"
+                " none; replay the completion instead (`path: replay` of a scoring job)"
+            )
         return params
 
-    def automaton(self, params: SamplingParams, where: str = "sampling") -> TokenAutomaton | None:
+    def automaton(self, params: SamplingParams, where: str = "sampling") -> Followed | None:
         """The parameters' grammar over the checkpoint's tokens; None if they have none.
 
         Args:
@@ -94,7 +100,12 @@ class Intake:
         if self._grammars is None:
             if (vocabulary := self.vocabulary()) is None:
                 raise ConfigError(f"{where}: {self._info.name} has no tokenizer, and a grammar speaks of text")
-            self._grammars = GrammarCache(vocabulary, control_tokens(self._tokenizer))
+            control = control_tokens(self._tokenizer)
+            self._grammars = GrammarCache(vocabulary, control)
+            self._stepped = SteppedGrammars(vocabulary, control)
+        if params.grammar.stepped:
+            assert self._stepped is not None
+            return self._stepped.grammar(params.grammar, where)
         return self._grammars.automaton(params.grammar, where)
 
     def _require_room(self, request: Request) -> None:

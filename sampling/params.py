@@ -64,6 +64,9 @@ class SamplingParams:
         regex: the completion's text matches this pattern of Python's `re` from end to end; None is off.
         json_schema: it is JSON that this schema accepts: a mapping, or JSON text; None is off.
         choices: it is one of these texts; empty is off.
+        lark: these rules of a context-free grammar derive it; None is off. Needs grammar_mode "host".
+        grammar_mode: "table" follows a grammar within the compiled programs; "host" by a matcher on the host, for lark
+            and for json_schema of any depth: one token at a time, for all rows of the engine.
         grammar_end: "done" ends the row once nothing may follow, "accepted" as soon as its text is complete, "eos" not
             at all: it goes on until it draws an end-of-sequence id.
     Plugins (docs/plugins.md):
@@ -118,6 +121,8 @@ class SamplingParams:
     regex: str | None = None
     json_schema: Any = None
     choices: Any = ()
+    lark: str | None = None
+    grammar_mode: str = "table"
     grammar_end: str = "done"
     plugins: Any = ()
     remove_invalid_values: bool = False
@@ -149,7 +154,9 @@ class SamplingParams:
         if self.regex is not None:
             return Grammar(GrammarKind.REGEX, self.regex)
         if self.json_schema is not None:
-            return Grammar(GrammarKind.JSON_SCHEMA, self.json_schema)
+            return Grammar(GrammarKind.JSON_SCHEMA, self.json_schema, stepped=self.grammar_mode == "host")
+        if self.lark is not None:
+            return Grammar(GrammarKind.LARK, self.lark, stepped=True)
         if self.choices:
             return Grammar(GrammarKind.CHOICES, json.dumps(self.choices, ensure_ascii=False))
         return None
@@ -271,6 +278,8 @@ _CHECKS: dict[str, checks.Check] = {
     "regex": checks.regex,
     "json_schema": checks.json_schema,
     "choices": checks.choices,
+    "lark": checks.lark,
+    "grammar_mode": checks.grammar_mode,
     "grammar_end": checks.grammar_end,
     "plugins": checks.plugins,
     "remove_invalid_values": checks.flag,
@@ -295,9 +304,17 @@ def _refuse_contradictions(params: SamplingParams) -> None:
         refuse("min_new_tokens", "max_new_tokens", "the minimum is above the maximum")
     if params.max_length is not None and params.min_length > params.max_length:
         refuse("min_length", "max_length", "the minimum is above the maximum")
-    grammars = [name for name in ("regex", "json_schema", "choices") if getattr(params, name) not in (None, ())]
+    known = ("regex", "json_schema", "choices", "lark")
+    grammars = [name for name in known if getattr(params, name) not in (None, ())]
     if len(grammars) > 1:
         refuse(grammars[0], grammars[1], "a row follows one grammar; write both into one")
+    if params.lark is not None and params.grammar_mode != "host":
+        refuse(
+            "lark", "grammar_mode", "no table follows a context-free grammar; set grammar_mode to 'host', a slower way"
+        )
+    for name in grammars:
+        if name in ("regex", "choices") and params.grammar_mode == "host":
+            refuse("grammar_mode", name, "tables follow it, and faster; leave grammar_mode out")
     _refuse_markers(params, refuse)
     for name in ("forced_bos", "forced_eos", "thinking_budget"):
         if params.grammar and getattr(params, name) not in (None, ()):

@@ -1,0 +1,169 @@
+"""Context-free grammars through the engine: a matcher on the host follows each row.
+
+1.  Every completion is whole and belongs to its grammar, or ends by its budget.
+2.  Rows of both modes and free rows share a program; a row's bits are those it has alone, and those of its replay.
+3.  Tokens outside the grammar are found; explanations show where the matcher stands.
+4.  What cannot be is refused by name.
+"""
+
+import dataclasses
+import json
+import logging
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from sampling import Engine, Geometry, Request, SamplingParams, StopReason, load_checkpoint
+from sampling.errors import ConfigError
+from sampling.explain import explain
+from sampling.explanation import Verdict
+from sampling.grammar.stepped import SteppedGrammars
+from sampling.keys import row_key
+from sampling.vocabulary import Vocabulary
+from tests.sampling.test_engine import assert_same_bits, prompt, rows
+from tests.sampling.test_grammars import asked, ids, text, uniform
+from tests.tiny_models import EOS_ID, tiny_llama
+
+GEOMETRY = Geometry(slots=16, cache_len=160, prefill_chunk=8)
+
+ARITHMETIC = r"""
+start: sum
+sum: product (("+" | "-") product)*
+product: atom (("*" | "/") atom)*
+atom: NUMBER | "(" sum ")"
+NUMBER: /[0-9]{1,3}/
+"""
+
+TREE = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "v": {"enum": [1, "é", None]},
+                "kids": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 3},
+            },
+            "required": ["v", "kids"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+STEPPED = [
+    SamplingParams(lark=ARITHMETIC, grammar_mode="host"),
+    SamplingParams(json_schema={}, grammar_mode="host", temperature=0.7),
+    SamplingParams(json_schema=TREE, grammar_mode="host", top_p=0.9),
+    SamplingParams(lark='start: "(" start ")" | "é"', grammar_mode="host"),
+    SamplingParams(lark='start: "a"+', grammar_mode="host", grammar_end="accepted", min_new_tokens=3),
+    SamplingParams(lark='start: "[" start "]" | "x"', grammar_mode="host", grammar_end="eos"),
+]
+OTHERS = [
+    SamplingParams(regex="(19|20)[0-9]{2}-[0-9]{2}"),
+    SamplingParams(choices=["yes", "yes please", "no"], min_new_tokens=2),
+    SamplingParams(),
+    SamplingParams(top_k=5, temperature=0.8),
+    SamplingParams(temperature=0),
+]
+ALL = [params.replace(max_new_tokens=30) for params in STEPPED + OTHERS]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return load_checkpoint(tiny_llama(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint):
+    return Engine(checkpoint, GEOMETRY)
+
+
+def parsed(written):
+    """The length of the longest sum that a text begins with: a parser by recursive descent."""
+
+    def atom(at):
+        if written[at : at + 1] == "(":
+            at = sum_(at + 1)
+            assert written[at] == ")"
+            return at + 1
+        found = re.compile("[0-9]{1,3}").match(written, at)
+        assert found
+        return found.end()
+
+    def chain(at, part, signs):
+        at = part(at)
+        while written[at : at + 1] and written[at] in signs:
+            at = part(at + 1)
+        return at
+
+    def sum_(at):
+        return chain(at, lambda at: chain(at, atom, "*/"), "+-")
+
+    return sum_(0)
+
+
+def whole(engine, params, count=60):
+    """Texts of the completions that are not cut off by their budget."""
+    found = rows(engine.generate([asked(params.replace(n=count))])).values()
+    assert all(np.isfinite(row.behaviour_logprobs).all() for row in found)
+    ends = (StopReason.EOS, StopReason.GRAMMAR_DONE)
+    assert all(row.stop_reason in (*ends, StopReason.LENGTH) for row in found)
+    return [text(engine, row) for row in found if row.stop_reason in ends]
+
+
+@pytest.fixture(scope="module")
+def uniform_engine(checkpoint):
+    return Engine(uniform(checkpoint), GEOMETRY)
+
+
+def test_json_of_any_depth_parses(uniform_engine):
+    params = SamplingParams(json_schema={"type": ["object", "array"]}, grammar_mode="host", max_new_tokens=120)
+    texts = whole(uniform_engine, params, 100)
+    assert len(texts) > 20 and all(isinstance(json.loads(one), (dict, list)) for one in texts)
+    assert any(isinstance(inner, (dict, list)) for one in texts for inner in _inner(json.loads(one)))
+
+
+def _inner(value):
+    return value.values() if isinstance(value, dict) else value
+
+
+def test_a_schema_that_refers_to_itself(uniform_engine):
+    texts = whole(uniform_engine, SamplingParams(json_schema=TREE, grammar_mode="host", max_new_tokens=150))
+
+    def check(node):
+        assert set(node) == {"v", "kids"} and node["v"] in (1, "é", None) and len(node["kids"]) <= 3
+        return 1 + max(map(check, node["kids"]), default=0)
+
+    assert len(texts) > 5 and max(check(json.loads(one)) for one in texts) >= 2
+
+
+def test_arithmetic_with_nested_brackets(uniform_engine):
+    texts = whole(uniform_engine, SamplingParams(lark=ARITHMETIC, grammar_mode="host", max_new_tokens=100))
+    assert len(texts) > 20 and all(parsed(one) == len(one) for one in texts)
+    assert any("((" in one for one in texts)
+
+
+def test_rows_of_both_modes_and_free_rows_in_one_program(engine, checkpoint, compilations, caplog):
+    fresh = Engine(checkpoint, GEOMETRY)
+    requests = [asked(params, i) for i, params in enumerate(ALL)]
+    plain = requests[len(STEPPED) :]
+    expected = rows(fresh.generate(plain))
+    with caplog.at_level(logging.WARNING, "sampling"):
+        together = rows(fresh.generate(requests))
+    assert caplog.text.count("compiling once more") == 1
+    assert_same_bits({name: together[name] for name in expected}, expected)
+    programs = fresh.stats().programs_compiled
+    compilations.clear()
+    assert_same_bits(rows(fresh.generate(requests[::-1])), together)
+    for request in requests:
+        assert_same_bits(rows(fresh.generate([request])), {(request.prompt_id, 0): together[request.prompt_id, 0]})
+    for share in (1.0, 0.5):
+        given = []
+        for request in requests:
+            tokens = together[request.prompt_id, 0].completion_tokens
+            given.append(dataclasses.replace(request, given=(tokens[: int(np.ceil(tokens.size * share))],)))
+        again = rows(fresh.generate(given))
+        assert_same_bits(again, together)
+        assert all(row.left_grammar_at is None and row.ended_at is None for row in again.values())
+    assert compilations == [] and fresh.stats().programs_compiled == programs
