@@ -6,6 +6,7 @@ its bytes, with any other way to cut a text into tokens allowed as well.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -89,7 +90,7 @@ class SteppedGrammar:
         self._vocab = tokenizer.vocab_size - 1
         self._inner = LLMatcher(tokenizer, rules + _OPTIONS, log_level=0)
         if self._inner.is_error():
-            raise ConfigError(f"{where}: {_first_lines(self._inner.get_error(), grammar)}")
+            raise ConfigError(f"{where}: {_message(self._inner.get_error(), grammar)}")
         begun = self.matcher()
         if begun.error:
             raise ConfigError(f"{where}: expected a grammar that allows some text, got {begun.error}")
@@ -153,7 +154,7 @@ class Matcher:
         if not self._inner.is_error():
             self._inner.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         if self._inner.is_error():
-            self.error = _first_lines(self._inner.get_error())
+            self.error = self._inner.get_error().partition("\n")[0]
             self._mask[:] = 0
         self._mask[self._vocab >> 5] &= ~(np.uint32(1) << np.uint32(self._vocab & 31))
         goes_on = bool(self.allowed.any())
@@ -166,7 +167,7 @@ class _Tokens:
 
     def __init__(self, vocabulary: Vocabulary, control: frozenset[int]) -> None:
         flat, offsets = np.asarray(vocabulary.flat).tobytes(), np.asarray(vocabulary.offsets).tolist()
-        pieces = (flat[first:end] for first, end in zip(offsets, offsets[1:], strict=False))
+        pieces = (flat[first:end] for first, end in itertools.pairwise(offsets))
         texts = [b"" if index in control else piece for index, piece in enumerate(pieces)]
         self.tokens = [*texts, b"\xff<|end of text|>"]
         self.eos_token_id = len(texts)
@@ -187,10 +188,13 @@ def _tokenizer(vocabulary: Vocabulary, control: frozenset[int], where: str) -> A
     return LLTokenizer(TokenizerWrapper(_Tokens(vocabulary, control)))
 
 
-def _first_lines(message: str, grammar: Grammar | None = None) -> str:
-    """A message of llguidance without what it says of its insides, and the options that it did not get from the user."""
-    lines = message.split("\n<state>")[0].splitlines()
-    shown = [line for line in lines if "%llguidance" not in line or grammar is None or "no_forcing" not in line]
-    if grammar is not None and grammar.kind == GrammarKind.JSON_SCHEMA:
-        return shown[0].rpartition("failed to compile JSON schema: ")[2]
-    return "\n".join(shown).strip()
+def _message(error: str, grammar: Grammar) -> str:
+    """What llguidance says of a grammar, without its own insides and without the lines that were added here."""
+    lines = error.split("\n<state>")[0].splitlines()
+    if grammar.kind == GrammarKind.JSON_SCHEMA:
+        return lines[0].rpartition("failed to compile JSON schema: ")[2]
+    written = len(grammar.source.splitlines())
+    numbers = [re.match(r"\s*(\d+) \|", line) for line in lines]
+    return "\n".join(
+        line for line, number in zip(lines, numbers, strict=True) if number is None or int(number[1]) <= written
+    ).strip()

@@ -10,18 +10,15 @@ import dataclasses
 import json
 import logging
 import re
-import sys
 
 import numpy as np
 import pytest
 
-from sampling import Engine, Geometry, Request, SamplingParams, StopReason, load_checkpoint
+from sampling import Engine, Geometry, SamplingParams, StopReason, load_checkpoint
 from sampling.errors import ConfigError
 from sampling.explain import explain
 from sampling.explanation import Verdict
-from sampling.grammar.stepped import SteppedGrammars
 from sampling.keys import row_key
-from sampling.vocabulary import Vocabulary
 from tests.sampling.test_engine import assert_same_bits, prompt, rows
 from tests.sampling.test_grammars import asked, ids, text, uniform
 from tests.tiny_models import EOS_ID, tiny_llama
@@ -167,3 +164,103 @@ def test_rows_of_both_modes_and_free_rows_in_one_program(engine, checkpoint, com
         assert_same_bits(again, together)
         assert all(row.left_grammar_at is None and row.ended_at is None for row in again.values())
     assert compilations == [] and fresh.stats().programs_compiled == programs
+
+
+THREE = ["yes", "yes please", "no"]
+AS_RULES = 'start: "yes" | "yes please" | "no"'
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"grammar_end": "accepted"},
+        {"grammar_end": "eos"},
+        {"grammar_end": "accepted", "min_new_tokens": 5, "max_new_tokens": 10},
+        {"ignore_eos": True, "stop_token_ids": ids(" s").tolist()},
+        {"suppress_tokens": ids("o").tolist()},
+        {"max_new_tokens": 3},
+        {"stop": ["s pl"]},
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+    ],
+    ids=lambda fields: "-".join(fields) or "plain",
+)
+def test_one_language_in_both_modes_gives_the_same_bits(engine, fields):
+    modes = {"choices": THREE}, {"lark": AS_RULES, "grammar_mode": "host"}
+    table, host = (SamplingParams(**({"n": 12, "max_new_tokens": 20} | fields | mode)) for mode in modes)
+    expected = rows(engine.generate([asked(table)]))
+    assert_same_bits(rows(engine.generate([asked(host)])), expected)
+    for written in ("yes", "yes please", "yesterday", "maybe", "no", "nope", "yes pleas!", "y"):
+        for tokens in (ids(written), np.append(ids(written), [EOS_ID] * 2)):
+            both = [
+                rows(engine.generate([asked(params.replace(n=1), given=(tokens,))]))["g0", 0]
+                for params in (table, host)
+            ]
+            assert_same_bits(*({"it": row} for row in both))
+            assert both[0].left_grammar_at == both[1].left_grammar_at and both[0].ended_at == both[1].ended_at
+
+
+def test_explanations_show_where_the_matcher_stands(engine):
+    params = SamplingParams(lark='start: "(" start ")" | "x"', grammar_mode="host", max_new_tokens=30)
+    for written, place, before, after, verdict in (
+        ("(x)", 0, "inside", "inside", Verdict.GOES_ON),
+        ("(x)", 2, "inside", "complete", Verdict.ENDS),
+        ("(y", 1, "inside", "outside", Verdict.GOES_ON),
+    ):
+        found = explain(engine, prompt(0, 5), ids(written), place, params, row_key(3, "g0", 0))
+        (rule,) = (rule for rule in found.rules if rule.name == "lark")
+        assert (rule.before, rule.after, rule.verdict) == (before, after, verdict)
+        assert (found.stop_reason == StopReason.GRAMMAR_DONE) == (verdict == Verdict.ENDS)
+    (row,) = rows(engine.generate([asked(STEPPED[0].replace(max_new_tokens=12))])).values()
+    for place in range(row.completion_tokens.size):
+        found = explain(engine, row.prompt_tokens, row.completion_tokens, place, row.params, row.key)
+        assert found.agrees and found.stages[-1].name == "grammar"
+        assert found.behaviour_logprob == pytest.approx(row.behaviour_logprobs[place], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"lark": 'start: "a"'}, r"lark = .* contradicts .*grammar_mode = 'table'.*'host'"),
+        ({"regex": "a", "grammar_mode": "host"}, "grammar_mode = 'host' contradicts sampling.regex"),
+        ({"choices": ["a"], "grammar_mode": "host"}, "grammar_mode = 'host' contradicts sampling.choices"),
+        ({"lark": 'start: "a"', "regex": "a", "grammar_mode": "host"}, "regex = .* contradicts sampling.lark"),
+        ({"lark": 'start: "a"', "grammar_mode": "gpu"}, "grammar_mode: expected one of table, host"),
+        ({"lark": " ", "grammar_mode": "host"}, "lark: expected the rules of a grammar"),
+        (
+            {"lark": 'start: "a"', "grammar_mode": "host", "thinking_budget": 3, "thinking_start": [5]}
+            | {"thinking_end": [6]},
+            "thinking_budget = 3 contradicts sampling.lark",
+        ),
+        ({"json_schema": {"type": "object"}}, "at #: a value of any depth .* grammar_mode to 'host'"),
+        ({"json_schema": TREE}, "refers to itself, .* grammar_mode to 'host'"),
+        ({"lark": 'start: "a"\n  | foo', "grammar_mode": "host"}, r'lark: at 2\(5\): unknown name: "foo"'),
+        ({"lark": 'x: "a"', "grammar_mode": "host"}, "lark: no start rule found"),
+        ({"lark": 'start: x "b"\nx[temperature=0.5]: /a/', "grammar_mode": "host"}, "'temperature' of a rule"),
+        ({"lark": 'start: x\nx: x "a"', "grammar_mode": "host"}, "expected a grammar that allows some text"),
+        (
+            {"json_schema": {"properties": {"a": {"typ": "null"}}}, "grammar_mode": "host"},
+            "at #/properties/a: the keyword 'typ' is not supported; did you mean 'type'",
+        ),
+        ({"json_schema": {"uniqueItems": True}, "grammar_mode": "host"}, "the keyword 'uniqueItems' is not supported"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(engine, params, message):
+    with pytest.raises(ConfigError, match=message):
+        list(engine.generate([asked(SamplingParams(**params))]))
+    assert engine.idle
+
+
+def test_forward_scores_name_the_replay(engine):
+    with pytest.raises(ConfigError, match=r"grammar_mode: .*replay the completion"):
+        engine.submit(asked(STEPPED[0], given=(ids("1+1"),), forward=True))
+    assert engine.idle
+
+
+def test_an_engine_that_is_aborted_forgets_its_matchers(engine):
+    request = asked(STEPPED[0].replace(max_new_tokens=20))
+    expected = rows(engine.generate([request]))
+    engine.submit(request)
+    engine.step()
+    engine.abort()
+    assert_same_bits(rows(engine.generate([request])), expected)
