@@ -382,9 +382,9 @@ class Engine:
             sizes = self.info.tokenizer_len, self.geometry.cache_len, self._capacity
             self._scorer = Scorer(self._model, *sizes, self._params, self._vocabulary, self._grammars.tables)
         for sample in group.pending:
-            states = self._grammars.states(group.params.grammar, sample.given)
-            known = KnownSequence(group.request.prompt_tokens, sample.given, group.params, group.limit, states)
-            self._scorer.add(known, (group, sample, time.monotonic()))
+            states = self._grammars.states(group.params.grammar, group.automaton, sample.given)
+            known = (group.request.prompt_tokens, sample.given, group.params, group.limit, states)
+            self._scorer.add(KnownSequence(*known, group.stepped), (group, sample, time.monotonic()))
 
     def _close(self, groups: Iterable[OpenGroup]) -> list[Group]:
         closed = []

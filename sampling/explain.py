@@ -138,12 +138,8 @@ def _followed(automaton: Followed | None, tokens: np.ndarray, vocab: int) -> tup
         return tables, [FREE] * (tokens.size + 1)
     if isinstance(automaton, TokenAutomaton):
         return tables, [state if state == NO_STATE else state + 1 for state in automaton.states(tokens)]
-    matcher, states = automaton.matcher(), []
-    for token in tokens.tolist():
-        states.append(matcher.state)
-        tables = tables.replace(masks=matcher.allowed[None, :].copy())
-        matcher.read([token])
-    return tables, [*states, matcher.state]
+    states, allowed = automaton.walk(tokens)
+    return tables.replace(masks=allowed[-1:]), states
 
 
 def place_in(completion_len: int, place: int) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from sampling.checkpoints import CheckpointInfo, load_backend
 from sampling.errors import CheckpointError, ConfigError, PromptError
-from sampling.grammar import Followed, GrammarCache, SteppedGrammar, SteppedGrammars
+from sampling.grammar import Followed, GrammarCache, SteppedGrammars
 from sampling.grammar.demands import refuse_contradictions
 from sampling.params import SamplingParams
 from sampling.plugins import Plugins
@@ -79,11 +79,6 @@ class Intake:
         params.require_tokens(self._info.tokenizer_len, where)
         if (automaton := self.automaton(params, where)) is not None:
             refuse_contradictions(params, automaton, request.prompt_tokens.size, where)
-        if request.forward and isinstance(automaton, SteppedGrammar):
-            raise ConfigError(
-                f"{where}.grammar_mode: a forward pass asks tables at every place, and a grammar in mode 'host' has"
-                " none; replay the completion instead (`path: replay` of a scoring job)"
-            )
         return params
 
     def automaton(self, params: SamplingParams, where: str = "sampling") -> Followed | None:

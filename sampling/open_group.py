@@ -59,6 +59,11 @@ class OpenGroup:
         pending = deque(Sample(*sample) for sample in samples)
         return cls(request, params, limit, time.monotonic(), automaton, pending)
 
+    @property
+    def stepped(self) -> SteppedGrammar | None:
+        """Its grammar, if that is stepped on the host."""
+        return self.automaton if isinstance(self.automaton, SteppedGrammar) else None
+
     def admission(self, entering: Mapping[int, Sample], geometry: Geometry, policy: Policy) -> Admission:
         """What the program of that name needs to fill slots with samples.
 
@@ -178,6 +183,5 @@ class Resident:
     @classmethod
     def of(cls, group: OpenGroup, sample: Sample) -> Self:
         """A row that has just come."""
-        automaton = group.automaton
-        matcher = automaton.matcher() if isinstance(automaton, SteppedGrammar) else None
+        matcher = group.stepped.matcher() if group.stepped else None
         return cls(group, sample, time.monotonic(), matcher)

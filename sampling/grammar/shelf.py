@@ -95,8 +95,10 @@ class GrammarShelf:
             return automaton.start
         return FREE if grammar is None else self._first[grammar]
 
-    def states(self, grammar: Grammar | None, tokens: Any) -> np.ndarray:
+    def states(self, grammar: Grammar | None, automaton: Followed | None, tokens: Any) -> np.ndarray:
         """int32 [tokens + 1]: the states before the first of some tokens and after each."""
+        if isinstance(automaton, SteppedGrammar):
+            return np.array(automaton.walk(tokens)[0], np.int32)
         if grammar is None:
             return np.full(len(tokens) + 1, FREE, np.int32)
         local = np.array(self._automata[grammar].states(tokens), np.int32)

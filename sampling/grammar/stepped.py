@@ -100,6 +100,15 @@ class SteppedGrammar:
         """At the beginning of a text."""
         return Matcher(self._inner.deep_copy(), self._vocab)
 
+    def walk(self, tokens: Iterable[int]) -> tuple[list[int], np.ndarray]:
+        """The states before the first token and after each; and what was allowed before each, uint32 [tokens, words]."""
+        matcher, states, allowed = self.matcher(), [], []
+        for token in tokens:
+            states.append(matcher.state)
+            allowed.append(matcher.allowed.copy())
+            matcher.read([token])
+        return [*states, matcher.state], np.array(allowed, np.uint32).reshape(-1, matcher.allowed.size)
+
     def left_at(self, tokens: Sequence[int] | np.ndarray, eos: Sequence[int], stop: Sequence[int]) -> int | None:
         """As `TokenAutomaton.left_at`."""
         matcher = self.matcher()

@@ -19,6 +19,7 @@ from sampling.errors import ConfigError
 from sampling.explain import explain
 from sampling.explanation import Verdict
 from sampling.keys import row_key
+from sampling.scoring import FORWARD_BOUND
 from tests.sampling.test_engine import assert_same_bits, prompt, rows
 from tests.sampling.test_grammars import asked, ids, text, uniform
 from tests.tiny_models import EOS_ID, tiny_llama
@@ -198,6 +199,13 @@ def test_one_language_in_both_modes_gives_the_same_bits(engine, fields):
             ]
             assert_same_bits(*({"it": row} for row in both))
             assert both[0].left_grammar_at == both[1].left_grammar_at and both[0].ended_at == both[1].ended_at
+            scored = [
+                rows(engine.generate([asked(params.replace(n=1), given=(tokens,), forward=True)]))["g0", 0]
+                for params in (table, host)
+            ]
+            assert_same_bits(*({"it": row} for row in scored))
+            assert scored[0].left_grammar_at == scored[1].left_grammar_at == both[0].left_grammar_at
+            assert scored[0].ended_at == scored[1].ended_at
 
 
 def test_explanations_show_where_the_matcher_stands(engine):
@@ -251,10 +259,14 @@ def test_what_cannot_be_is_refused_by_name(engine, params, message):
     assert engine.idle
 
 
-def test_forward_scores_name_the_replay(engine):
-    with pytest.raises(ConfigError, match=r"grammar_mode: .*replay the completion"):
-        engine.submit(asked(STEPPED[0], given=(ids("1+1"),), forward=True))
-    assert engine.idle
+def test_forward_passes_agree_with_the_record(engine):
+    requests = [asked(params, i) for i, params in enumerate(ALL)]
+    drawn = rows(engine.generate(requests))
+    known = [dataclasses.replace(r, given=(drawn[r.prompt_id, 0].completion_tokens,), forward=True) for r in requests]
+    for name, row in rows(engine.generate(known)).items():
+        apart = np.abs(row.behaviour_logprobs - drawn[name].behaviour_logprobs)
+        assert np.quantile(apart, 0.9) < FORWARD_BOUND["float32"][1]
+        assert row.stop_reason == drawn[name].stop_reason and row.left_grammar_at is None
 
 
 def test_an_engine_that_is_aborted_forgets_its_matchers(engine):
