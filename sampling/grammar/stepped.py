@@ -101,7 +101,7 @@ class SteppedGrammar:
         return Matcher(self._inner.deep_copy(), self._vocab)
 
     def walk(self, tokens: Iterable[int]) -> tuple[list[int], np.ndarray]:
-        """The states before the first token and after each; and what was allowed before each, uint32 [tokens, words]."""
+        """The states before the first token and after each; and the masks before each token, uint32 [tokens, words]."""
         matcher, states, allowed = self.matcher(), [], []
         for token in tokens:
             states.append(matcher.state)
