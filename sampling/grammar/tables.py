@@ -90,7 +90,7 @@ class GrammarTables(struct.PyTreeNode):
         fits = jnp.asarray(self.next_state)[cells] != NO_STATE
         if self.masks is None:
             return fits
-        bits = jnp.asarray(self.masks)[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+        bits = jnp.asarray(self.masks)[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :] & 1
         return jnp.where((state <= OPEN)[:, None], bits.reshape(fits.shape[0], -1)[:, : fits.shape[1]] == 1, fits)
 
     def accepts(self, state: jax.Array) -> jax.Array:
