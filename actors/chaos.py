@@ -32,6 +32,9 @@ from actors.worker import CONTROL, SamplingWorker
 from sampling.engine import Engine
 from sampling.errors import ConfigError
 
+TOLD_S = 10.0
+"""Longest wait until a worker has heard of a fault."""
+
 Kind = Literal["kill", "stall", "slow", "corrupt", "node", "write"]
 
 _KEYS: dict[Kind, tuple[str, ...]] = {
@@ -128,7 +131,9 @@ class Chaos:
         for fault in [fault for fault in self.pending if fault.kind != "write"]:
             for worker in ready:
                 if worker.description and _is_due(fault, worker, ready):
-                    worker.actor.suffer.remote(fault)
+                    told = worker.actor.suffer.remote(fault)
+                    if fault.kind == "corrupt":  # the next weights may be sent in a moment, and overtake it
+                        ray.wait([told], timeout=TOLD_S)
                     self._has_happened(fault)
                     break
 
@@ -188,7 +193,6 @@ class FragileWorker(SamplingWorker):
 
     def _received(self, shipment: Shipment) -> Any:
         params = super()._received(shipment)
-        # Told in one of the worker's threads and looked at in another, it may come too late for those it was meant for.
         if self._damaged is not None and self._received_so_far >= self._damaged:
             params, self._damaged = _with_one_bit_changed(params), None
         self._received_so_far += 1

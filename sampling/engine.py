@@ -186,7 +186,7 @@ class Engine:
         self._free = list(range(self.geometry.slots))[::-1]
         if is_lost(self._state):
             self._state = made(self._model.mesh, partial(empty_state, self._model, self.geometry, self._capacity))
-        nobody = np.zeros(self.geometry.slots, bool)
+        nobody = placed(self._model.mesh, np.zeros(self.geometry.slots, bool))
         self._state = self._state.replace(rows=self._state.rows.replace(active=nobody))
 
     def stage_weights(self, params: Mapping[str, Any]) -> StagedWeights:

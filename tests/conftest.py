@@ -1,6 +1,7 @@
 """Makes JAX strict for every test, once: CPU only, no silent dtype or rank promotion, compiled programs on disk."""
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,9 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1]
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; processes inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import jax

@@ -36,7 +36,7 @@ from rollout.rewards import Reward, require_scorable, reward_from_config
 from rollout.sources import read_prompts
 from rollout.tokenizer import Tokenizer
 from rollout.trajectory import Trajectory
-from sampling.checkpoints import load_checkpoint, load_tokenizer
+from sampling.checkpoints import inspect_checkpoint, load_checkpoint, load_tokenizer
 from sampling.errors import PromptError
 
 EVALUATION = "evaluation/"
@@ -76,11 +76,11 @@ def train_run(
         TrainFolder.open(out_dir, config, accept_changes=accept_changes) as folder,
     ):
         reward = reward_from_config(config.reward)
-        checkpoint = load_checkpoint(config.model.checkpoint)
-        tokenizer = Tokenizer(load_tokenizer(checkpoint.info))
+        info = inspect_checkpoint(config.model.checkpoint)
+        tokenizer = Tokenizer(load_tokenizer(info))
         _require_trainable(config, tokenizer, reward)
         learner = Learner(
-            checkpoint,
+            load_checkpoint(config.model.checkpoint),  # which the learner copies, and nobody keeps
             config.learner,
             config.algorithm,
             longest=config.geometry.cache_len,
@@ -100,7 +100,7 @@ def train_run(
             return TrainSummary.from_folder(folder.path)
         if changes := folder.adopt(learner.steps):
             progress.message(f"from step {learner.steps} on: {in_words(changes)}")
-        progress.message(f"starting {config.workers.count} worker(s) with {checkpoint.info.name}")
+        progress.message(f"starting {config.workers.count} worker(s) with {info.name}")
         with (
             reward_pool(reward, config.reward_timeout_s, config.reward_workers) as rewards,
             worker_pool(config, address, chaos) as pool,
