@@ -5,20 +5,18 @@ Here is what scorers are and how a config names one; they run in processes of th
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from rollout.json_values import shown
 from rollout.prompts import Prompt
 from rollout.tasks import Task, load_tasks
 from sampling.errors import ConfigError, PromptError
+from sampling.references import referenced
 
 
 class Reward(Protocol):
@@ -180,26 +178,9 @@ def reward_from_config(name: str) -> Reward | None:
         return None
     if name in _BUILT_IN:
         return _BUILT_IN[name]()
-    reward = _referenced(name)
+    reward = referenced(name, f"reward: {name}")
     require_reward(reward, f"reward: {name}")
     return reward
-
-
-def _referenced(name: str) -> Any:
-    module_name, _, path = name.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)  # last, so that a file there hides no package
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:  # foreign code, which raises what it likes
-        raise ConfigError(
-            f"reward: {name}: module {module_name} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    for part in path.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"reward: {name}: {module_name} has no {path}; check the name after the colon")
-        found = getattr(found, part)
-    return found
 
 
 def require_reward(reward: Any, place: str = "reward") -> None:

@@ -16,8 +16,8 @@ KNOWN = {
     ("rollout/__init__.py", "import_module"): "our own modules, by a table in the file",
     ("rollout/bench_peers.py", "importlib.import_module"): "two names in the file",
     ("rollout/reward_process.py", "pickle.loads"): "what the driver sends over their socket",
-    ("rollout/rewards.py", "importlib.import_module"): "the scorer that the config names",
     ("rollout/tasks.py", "importlib.import_module"): "one name in the file",
+    ("sampling/references.py", "importlib.import_module"): "scorers and plugins that the config or the caller names",
 }
 """Calls that load code or unpickle, and what from."""
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 import difflib
 import functools
 import hashlib
-import importlib
 import importlib.metadata
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +23,7 @@ from sampling.errors import ConfigError
 from sampling.param_checks import short
 from sampling.params import SamplingParams
 from sampling.plugins.refs import REFERENCE, PluginKind, PluginRef, PluginRefs
+from sampling.references import referenced
 
 VERSION = "version"
 """The key beside a plugin's parameters under which a record holds its version."""
@@ -161,8 +160,6 @@ def _loaded(ref: PluginRef, kind: PluginKind, where: str) -> Plugin:
 
 def _found(use: str, kind: PluginKind, where: str) -> Any:
     """What a text names."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)  # last, so that a file there hides no package
     reference = use
     if not REFERENCE.fullmatch(use):
         offered = importlib.metadata.entry_points(group=kind.group)
@@ -175,18 +172,7 @@ def _found(use: str, kind: PluginKind, where: str) -> Any:
                 " install the package that offers it, or name it as package.module:name"
             )
         (reference,) = values
-    module_name, _, path = reference.partition(":")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:  # foreign code, which raises what it likes
-        raise ConfigError(
-            f"{where}: {use}: module {module_name} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    for part in path.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"{where}: {use}: {module_name} has no {path}; check the name after the colon")
-        found = getattr(found, part)
-    return found
+    return referenced(reference, f"{where}: {use}")
 
 
 def _parameters(target: Any, label: str, kind: PluginKind) -> tuple[tuple[str, Any], ...]:

@@ -6,6 +6,7 @@ import pytest
 
 from rollout.config import RunConfig
 from rollout.config_file import parse_config
+from rollout.driver import sample_run
 from tests.local_ray import local_ray  # noqa: F401, a fixture
 from tests.tiny_models import tiny_llama
 
@@ -30,6 +31,19 @@ def tiny_config(tiny_checkpoint):
             "output": {"rows_per_shard": 6},
         }
         return parse_config(base | sections)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def finished(local_ray, tmp_path_factory):  # noqa: F811, the fixture
+    """Gives the folder of an undisturbed run, made when first asked for."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+
+    def make(config):
+        if not folder.exists():
+            sample_run(config, folder)
+        return folder
 
     return make
 

@@ -33,19 +33,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 EXPECTED_ROWS = [(f"p{index}", sample) for index in range(12) for sample in range(1 + index % 3)]
 
 
-@pytest.fixture(scope="module")
-def finished(local_ray, tmp_path_factory):
-    """The folder of an undisturbed run, made when first asked for."""
-    folder = tmp_path_factory.mktemp("runs") / "finished"
-
-    def make(config):
-        if not folder.exists():
-            sample_run(config, folder)
-        return folder
-
-    return make
-
-
 class StopsAt(ProgressReporter):
     """Interrupts the run as Ctrl-C does, when so many rows are done."""
 

@@ -84,18 +84,6 @@ def config(tiny_config):
     )
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "run"
-
-    def make(config):
-        if not folder.exists():
-            sample_run(config, folder)
-        return folder
-
-    return make
-
-
 @pytest.fixture
 def run(installed, finished, config):
     return finished(config)

@@ -9,25 +9,12 @@ import numpy as np
 import pytest
 
 from rollout.codec import read_parquet, write_parquet
-from rollout.driver import sample_run
 from rollout.manifest import read_manifest
 from rollout.shards import SHARDS_NAME
 from rollout.verify import verify_run
 from tests.tiny_models import tiny_llama
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
-
-
-@pytest.fixture(scope="module")
-def finished(local_ray, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "finished"
-
-    def make(config):
-        if not folder.exists():
-            sample_run(config, folder)
-        return folder
-
-    return make
 
 
 @pytest.fixture
