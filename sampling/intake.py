@@ -9,7 +9,7 @@ import numpy as np
 
 from sampling.checkpoints import CheckpointInfo, load_backend
 from sampling.errors import CheckpointError, ConfigError, PromptError
-from sampling.grammar import Followed, GrammarCache, SteppedGrammars
+from sampling.grammar import Followed, GrammarCache, SteppedGrammars, installed_library
 from sampling.grammar.demands import refuse_contradictions
 from sampling.params import SamplingParams
 from sampling.plugins import Plugins
@@ -79,6 +79,8 @@ class Intake:
         params.require_tokens(self._info.tokenizer_len, where)
         if (automaton := self.automaton(params, where)) is not None:
             refuse_contradictions(params, automaton, request.prompt_tokens.size, where)
+        if params.grammar and params.grammar.stepped:
+            params = params.replace(grammar_library=installed_library())
         return params
 
     def automaton(self, params: SamplingParams, where: str = "sampling") -> Followed | None:
@@ -100,7 +102,7 @@ class Intake:
             self._stepped = SteppedGrammars(vocabulary, control)
         if params.grammar.stepped:
             assert self._stepped is not None
-            return self._stepped.grammar(params.grammar, where)
+            return self._stepped.grammar(params.grammar, where, params.grammar_library)
         return self._grammars.automaton(params.grammar, where)
 
     def _require_room(self, request: Request) -> None:

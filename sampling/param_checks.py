@@ -182,6 +182,12 @@ def grammar_mode(name: str, value: Any) -> str:
     return value
 
 
+def grammar_library(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}: expected a name and a version, such as 'llguidance 1.9.1', got {short(value)}")
+    return value
+
+
 def lark(name: str, value: Any) -> str | None:
     if value is not None and not (isinstance(value, str) and value.strip()):
         raise ConfigError(f"{name}: expected the rules of a grammar, or None, got {short(value)}")

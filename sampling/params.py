@@ -67,6 +67,8 @@ class SamplingParams:
         lark: these rules of a context-free grammar derive it; None is off. Needs grammar_mode "host".
         grammar_mode: "table" follows a grammar within the compiled programs; "host" by a matcher on the host, for lark
             and for json_schema of any depth: one token at a time, for all rows of the engine.
+        grammar_library: name and version of what follows it on the host; no other one does. Empty takes the one that is
+            installed, and records hold it.
         grammar_end: "done" ends the row once nothing may follow, "accepted" as soon as its text is complete, "eos" not
             at all: it goes on until it draws an end-of-sequence id.
     Plugins (docs/plugins.md):
@@ -123,6 +125,7 @@ class SamplingParams:
     choices: Any = ()
     lark: str | None = None
     grammar_mode: str = "table"
+    grammar_library: str = ""
     grammar_end: str = "done"
     plugins: Any = ()
     remove_invalid_values: bool = False
@@ -280,6 +283,7 @@ _CHECKS: dict[str, checks.Check] = {
     "choices": checks.choices,
     "lark": checks.lark,
     "grammar_mode": checks.grammar_mode,
+    "grammar_library": checks.grammar_library,
     "grammar_end": checks.grammar_end,
     "plugins": checks.plugins,
     "remove_invalid_values": checks.flag,
@@ -315,6 +319,8 @@ def _refuse_contradictions(params: SamplingParams) -> None:
     for name in grammars:
         if name in ("regex", "choices") and params.grammar_mode == "host":
             refuse("grammar_mode", name, "tables follow it, and faster; leave grammar_mode out")
+    if params.grammar_library and not (params.grammar and params.grammar.stepped):
+        refuse("grammar_library", "grammar_mode", "no grammar is followed on the host; leave grammar_library out")
     _refuse_markers(params, refuse)
     for name in ("forced_bos", "forced_eos", "thinking_budget"):
         if params.grammar and getattr(params, name) not in (None, ()):

@@ -7,7 +7,7 @@ a `Matcher` for each row, on the host.
 from sampling.grammar.byte_automaton import NO_STATE, ByteAutomaton
 from sampling.grammar.cache import GrammarCache
 from sampling.grammar.grammar import Grammar, GrammarKind
-from sampling.grammar.stepped import Followed, Matcher, SteppedGrammar, SteppedGrammars
+from sampling.grammar.stepped import Followed, Matcher, SteppedGrammar, SteppedGrammars, installed_library
 from sampling.grammar.token_automaton import TokenAutomaton
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "SteppedGrammar",
     "SteppedGrammars",
     "TokenAutomaton",
+    "installed_library",
 ]

@@ -6,6 +6,8 @@ its bytes, with any other way to cut a text into tokens allowed as well.
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import itertools
 import json
 import re
@@ -17,14 +19,11 @@ import numpy as np
 from sampling.errors import ConfigError
 from sampling.grammar.byte_automaton import NO_STATE
 from sampling.grammar.grammar import Grammar, GrammarKind
+from sampling.grammar.stepped_rules import require_known_rules
 from sampling.grammar.stepped_schema import require_known_keywords
 from sampling.grammar.tables import COMPLETE, FULL, OPEN
 from sampling.grammar.token_automaton import TokenAutomaton
 from sampling.vocabulary import Vocabulary
-
-_ATTRIBUTES = re.compile(r"^\s*[?!]*[\w-]+\[([^\]]*)\]", re.MULTILINE)
-_UNKNOWN = re.compile(r"\b(temperature|max_tokens|stop)\b")
-"""Attributes of rules that ask for more than a mask."""
 
 KEPT = 64
 """Grammars kept in memory; the one that was not asked for longest goes first."""
@@ -35,6 +34,16 @@ _JSON = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator":
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 """Without it, a text that must follow could be written by the tokens of one tokenisation alone. Stands behind the
 grammar, so that lines keep their numbers in messages."""
+
+
+LIBRARY = "llguidance"
+"""The distribution that has the matchers."""
+
+
+@functools.cache
+def installed_library() -> str:
+    """Name and version of the library that is installed, as records hold them."""
+    return f"{LIBRARY} {importlib.metadata.version(LIBRARY)}"
 
 
 class SteppedGrammars:
@@ -50,18 +59,24 @@ class SteppedGrammars:
         self._tokenizer: Any = None
         self._kept: dict[Grammar, SteppedGrammar] = {}
 
-    def grammar(self, grammar: Grammar, where: str = "") -> SteppedGrammar:
+    def grammar(self, grammar: Grammar, where: str = "", library: str = "") -> SteppedGrammar:
         """A grammar over the tokenizer's ids.
 
         Args:
             where: begins the message of an error; by default the parameter's name.
+            library: name and version of what has to follow it; "" takes any.
         Raises:
-            ConfigError: llguidance is not installed, or the grammar is malformed, uses what is not supported, or allows
-                no text.
+            ConfigError: llguidance is not installed, or in another version; or the grammar is malformed, uses what is
+                not supported, or allows no text.
         """
         where = where or f"sampling.{grammar.kind}"
         if self._tokenizer is None:
             self._tokenizer = _tokenizer(self._vocabulary, self._control, where)
+        if library not in ("", here := installed_library()):
+            raise ConfigError(
+                f"{where}: expected to be followed by {library}, here is {here}; install the version that is asked for,"
+                " the record's own if it is to be drawn again"
+            )
         stepped = self._kept.pop(grammar, None) or SteppedGrammar(grammar, self._tokenizer, where)
         self._kept[grammar] = stepped
         while len(self._kept) > KEPT:
@@ -84,9 +99,8 @@ class SteppedGrammar:
             schema = json.loads(grammar.source)
             require_known_keywords(schema, where)
             rules = f"start: %json {json.dumps({**schema, 'x-guidance': _JSON})}"
-        for attributes in _ATTRIBUTES.findall(rules):
-            if found := _UNKNOWN.search(attributes):
-                raise ConfigError(f"{where}: the attribute {found[0]!r} of a rule is not supported")
+        else:
+            require_known_rules(rules, where)
         self._vocab = tokenizer.vocab_size - 1
         self._inner = LLMatcher(tokenizer, rules + _OPTIONS, log_level=0)
         if self._inner.is_error():

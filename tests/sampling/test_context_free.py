@@ -4,6 +4,8 @@
 2.  Rows of both modes and free rows share a program; a row's bits are those it has alone, and those of its replay.
 3.  Tokens outside the grammar are found; explanations show where the matcher stands.
 4.  What cannot be is refused by name.
+5.  Contradictions that only tables foresee end a row with a reason that has a name.
+6.  Records hold the version of what followed the grammar; another one is refused.
 """
 
 import dataclasses
@@ -18,6 +20,7 @@ from sampling import Engine, Geometry, SamplingParams, StopReason, load_checkpoi
 from sampling.errors import ConfigError
 from sampling.explain import explain
 from sampling.explanation import Verdict
+from sampling.grammar import installed_library
 from sampling.keys import row_key
 from sampling.scoring import FORWARD_BOUND
 from tests.sampling.test_engine import assert_same_bits, prompt, rows
@@ -257,12 +260,60 @@ def test_explanations_show_where_the_matcher_stands(engine):
             "at #/properties/a: the keyword 'typ' is not supported; did you mean 'type'",
         ),
         ({"json_schema": {"uniqueItems": True}, "grammar_mode": "host"}, "the keyword 'uniqueItems' is not supported"),
+        ({"lark": 'start: %json {"typ": 1}', "grammar_mode": "host"}, "lark: line 1: %json: at #: the keyword 'typ'"),
+        (
+            {"regex": "a", "grammar_library": "llguidance 1.9.1"},
+            "grammar_library = .* no grammar is followed on the host",
+        ),
+        ({"lark": 'start: "a"', "grammar_mode": "host", "grammar_library": 1}, "grammar_library: expected a name and"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(engine, params, message):
     with pytest.raises(ConfigError, match=message):
         list(engine.generate([asked(SamplingParams(**params))]))
     assert engine.idle
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "written"),
+    [
+        ({"max_new_tokens": 2}, StopReason.LENGTH, "ab"),
+        ({"max_length": 7}, StopReason.LENGTH, "ab"),
+        ({"max_new_tokens": 3, "grammar_end": "eos"}, StopReason.LENGTH, "abc"),
+        ({"min_new_tokens": 5}, StopReason.GRAMMAR_DONE, "abc"),
+        ({"min_length": 12}, StopReason.GRAMMAR_DONE, "abc"),
+        ({"min_new_tokens": 5, "grammar_end": "accepted"}, StopReason.GRAMMAR_DONE, "abc"),
+        ({"min_new_tokens": 5, "grammar_end": "eos"}, StopReason.CONSTRAINT_DEAD_END, "abc"),
+        ({"stop": ["b"]}, StopReason.STOP_STRING, "ab"),
+        ({"stop": ["d"]}, StopReason.GRAMMAR_DONE, "abc"),
+        ({"suppress_tokens": ids("b").tolist()}, StopReason.CONSTRAINT_DEAD_END, "a"),
+        ({"grammar_end": "eos", "suppress_tokens": [EOS_ID]}, StopReason.CONSTRAINT_DEAD_END, "abc"),
+    ],
+    ids=lambda one: "-".join(one) if isinstance(one, dict) else None,
+)
+def test_contradictions_that_nobody_foresees_end_a_row_by_name(engine, fields, reason, written):
+    params = SamplingParams(**{"max_new_tokens": 9} | fields)
+    host = params.replace(lark='start: "abc"', grammar_mode="host", n=3)
+    for row in rows(engine.generate([asked(host)])).values():
+        assert row.stop_reason == reason
+        assert engine.vocabulary.text_bytes(row.completion_tokens).decode() == written
+
+
+def test_records_hold_the_version_of_what_followed_the_grammar(engine):
+    (row,) = rows(engine.generate([asked(STEPPED[3])])).values()
+    assert row.params.grammar_library == installed_library() and re.fullmatch(
+        r"llguidance \d+\.\d+\.\d+", installed_library()
+    )
+    other = row.params.replace(grammar_library="llguidance 0.7.0")
+    expected = rf"sampling\.lark: expected to be followed by llguidance 0\.7\.0, here is {installed_library()}; install"
+    for again in (asked(other), asked(other, given=(row.completion_tokens,), forward=True)):
+        with pytest.raises(ConfigError, match=expected):
+            engine.submit(again)
+    with pytest.raises(ConfigError, match=expected):
+        explain(engine, row.prompt_tokens, row.completion_tokens, 0, other, row.key)
+    assert engine.idle
+    assert_same_bits(rows(engine.generate([asked(row.params)])), {("g0", 0): row})
+    assert all(one.params.grammar_library == "" for one in rows(engine.generate([asked(OTHERS[0])])).values())
 
 
 def test_forward_passes_agree_with_the_record(engine):

@@ -82,6 +82,41 @@ def test_a_missing_library_is_named(monkeypatch, missing):
         SteppedGrammars(ODD).grammar(Grammar(GrammarKind.LARK, BRACKETS, True))
 
 
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ('start: x "b"\nx [temperature=0.5]: /a/', "line 2: the attribute 'temperature' of a rule is not supported"),
+        ('start: x "b"\nx[suffix="]", max_tokens=5]: /a/', "line 2: the attribute 'max_tokens'"),
+        ('start: x "b"\nx[stop="c"]: /a/', "line 2: the attribute 'stop'"),
+        ('start: "a"\n | %json\n {"items": [{"typ": 1}]}', r"line 2: %json: at #/items/0: the keyword 'typ' .* 'type'"),
+        ('start: %json{"$defs": {"a": {"not": {}}}}', r"line 1: %json: at #/\$defs/a: the keyword 'not'"),
+        ('start: %json {"$ref": "#/enum/0", "enum": [{"typ": 1}]}', "at #: .ref: there is no schema at '#/enum/0'"),
+        ('start: %json {"x-guidance": {"lenient": true}}', "line 1: 'lenient' of x-guidance is not supported"),
+        ('start: %json {"x-guidance": {"spaces": 1}}', "unknown field `spaces`"),
+        ("start: %json {'a': 1}", "line 1: expected JSON behind %json"),
+        ('%llguidance {"no_forcing": false}\nstart: "a"', "line 1: the option 'no_forcing' of %llguidance"),
+    ],
+)
+def test_what_would_be_passed_over_is_refused(rules, message):
+    with pytest.raises(ConfigError, match=f"^sampling.lark: .*{message}"):
+        SteppedGrammars(ODD).grammar(Grammar(GrammarKind.LARK, rules, True))
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ('start: "%json {}" /%json "/ // %json { stop=\n # temperature=', b'%json {}%json "'),
+        ('start: ["a" stop] "stop=" /[^"]=/\nstop: "c"', b"acstop=x="),
+        ('start: x "b"\nx[lazy]: /a*c/', b"aacb"),
+        ('start: %json {"$ref": "#/$defs/a~1b", "$defs": {"a/b": true}} "!"', b"[1 , 2]!"),
+        ('start: %json {"x-guidance": {"whitespace_flexible": false}, "type": "array"}', b"[1,2]"),
+    ],
+)
+def test_what_only_looks_like_it_is_taken(rules, text):
+    grammar = SteppedGrammars(ODD).grammar(Grammar(GrammarKind.LARK, rules, True))
+    assert grammar.left_at(list(text), (), ()) is None and grammar.walk(list(text))[0][-1] in (COMPLETE, FULL)
+
+
 def test_json_is_written_with_at_most_one_space():
     grammar = SteppedGrammars(ODD).grammar(Grammar(GrammarKind.JSON_SCHEMA, "{}", True))
     for text, left in (
