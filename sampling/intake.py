@@ -47,8 +47,10 @@ class Intake:
         self._tokenizer: Any = None
         self._grammars: GrammarCache | None = None
         self._stepped: SteppedGrammars | None = None
+        self._control: tuple[int, ...] | None = None
         try:
             self._tokenizer = load_backend(info)
+            self._control = control_tokens(self._tokenizer)
         except CheckpointError as error:
             log.warning("no tokenizer, so stop strings, bad words as text and grammars are refused: %s", error)
 
@@ -69,7 +71,7 @@ class Intake:
         where, params = f"prompt {request.prompt_id!r}: sampling", request.params
         if self._tokenizer is None and params.stop:
             raise ConfigError(f"{where}.stop: {self._info.name} has no tokenizer; give stop_token_ids instead")
-        params = resolved(params, self._info.eos_token_ids, self._tokenizer and self._encode)
+        params = resolved(params, self._info.eos_token_ids, self._tokenizer and self._encode, self._control)
         params = self._plugins.resolved(params, where)
         if params.max_length is not None and request.prompt_tokens.size >= params.max_length:
             raise ConfigError(
@@ -95,11 +97,10 @@ class Intake:
             return None
         where = f"{where}.{params.grammar.kind}"
         if self._grammars is None:
-            if (vocabulary := self.vocabulary()) is None:
+            if (vocabulary := self.vocabulary()) is None or self._control is None:
                 raise ConfigError(f"{where}: {self._info.name} has no tokenizer, and a grammar speaks of text")
-            control = control_tokens(self._tokenizer)
-            self._grammars = GrammarCache(vocabulary, control)
-            self._stepped = SteppedGrammars(vocabulary, control)
+            self._grammars = GrammarCache(vocabulary, self._control)
+            self._stepped = SteppedGrammars(vocabulary, self._control)
         if params.grammar.stepped:
             assert self._stepped is not None
             return self._stepped.grammar(params.grammar, where, params.grammar_library)

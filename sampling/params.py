@@ -45,6 +45,8 @@ class SamplingParams:
         allowed_token_ids: nothing else may be drawn; empty allows all.
         suppress_tokens: ids that are never drawn.
         begin_suppress_tokens: ids that are not drawn first.
+        suppress_control_tokens: never draw the tokenizer's special tokens, but for those that another parameter asks
+            for: ids that end the row, allowed or forced ones, and those of markers.
     Length and end:
         max_new_tokens: end after this many tokens, at least 1.
         max_length: end when prompt and completion hold this many tokens; None is off.
@@ -106,6 +108,7 @@ class SamplingParams:
     allowed_token_ids: Any = ()
     suppress_tokens: Any = ()
     begin_suppress_tokens: Any = ()
+    suppress_control_tokens: bool = False
     max_new_tokens: int = 256
     max_length: int | None = None
     min_new_tokens: int = 0
@@ -264,6 +267,7 @@ _CHECKS: dict[str, checks.Check] = {
     "allowed_token_ids": checks.token_ids,
     "suppress_tokens": checks.token_ids,
     "begin_suppress_tokens": checks.token_ids,
+    "suppress_control_tokens": checks.flag,
     "max_new_tokens": checks.whole(1, "at least 1"),
     "max_length": checks.whole(1, "None (off) or at least 1", optional=True),
     "min_new_tokens": checks.whole(0, "at least 0"),

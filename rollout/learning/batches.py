@@ -26,7 +26,7 @@ FREE = frozenset(
 
 TRUNCATIONS = frozenset(
     "top_k top_p min_p typical_p epsilon_cutoff eta_cutoff top_h allowed_token_ids suppress_tokens"
-    " begin_suppress_tokens min_new_tokens min_length".split()
+    " begin_suppress_tokens suppress_control_tokens min_new_tokens min_length".split()
 )
 """Parameters that remove tokens and do nothing else: the recorded support tells what they left."""
 
