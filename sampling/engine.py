@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -43,6 +42,7 @@ from sampling.scoring import KnownSequence, Scorer
 from sampling.staging import Staging
 from sampling.types import Geometry, Group, Request
 from sampling.vocabulary import Vocabulary
+from sampling.waiting import WaitingLine
 from sampling.weights import StagedWeights, WeightForm, require_version
 from sampling.widths import compiler_options, decode_widths
 
@@ -110,7 +110,7 @@ class Engine:
         self._programs = programs.checked(empty, self._params, self._vocabulary, self._tables())
         self._state = empty()
         self._staging = Staging(self._model, geometry)
-        self._waiting: deque[OpenGroup] = deque()
+        self._waiting = WaitingLine()
         self._scorer: Scorer | None = None
         self._finished: list[Group] = []
         self._free = list(range(geometry.slots))[::-1]
@@ -118,7 +118,7 @@ class Engine:
         self._counts = dict.fromkeys(counts.split(), 0)
 
     def submit(self, request: Request) -> None:
-        """Puts a request at the end of the queue.
+        """Lets a request wait for its turn; see `WaitingLine`.
 
         Raises:
             PromptError: the prompt leaves no room in the cache, or holds an id that is no token.

@@ -15,7 +15,7 @@ import jax
 
 from sampling.types import Geometry
 
-NUMERICS_VERSION = 8
+NUMERICS_VERSION = 9
 """Rises with every change of the compiled programs that can change a bit."""
 
 

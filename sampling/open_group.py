@@ -64,6 +64,11 @@ class OpenGroup:
         """Its grammar, if that is stepped on the host."""
         return self.automaton if isinstance(self.automaton, SteppedGrammar) else None
 
+    @property
+    def budget(self) -> int:
+        """Tokens that a row of it may have beyond the prompt."""
+        return self.limit - self.request.prompt_tokens.size
+
     def admission(self, entering: Mapping[int, Sample], geometry: Geometry, policy: Policy) -> Admission:
         """What the program of that name needs to fill slots with samples.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from sampling.models.mesh import made
 from sampling.open_group import OpenGroup
 from sampling.programs import empty_staging, is_lost
 from sampling.types import Geometry
+from sampling.waiting import WaitingLine
 
 
 @dataclass
@@ -48,11 +48,11 @@ class Staging:
     def __len__(self) -> int:
         return len(self._seats)
 
-    def seat(self, waiting: deque[OpenGroup]) -> None:
+    def seat(self, waiting: WaitingLine) -> None:
         """Takes requests from the line for as long as there are free rows."""
         for row in range(self._geometry.prefill_rows):
             if waiting and row not in self._seats:
-                self._seats[row] = _Seat.of(waiting.popleft())
+                self._seats[row] = _Seat.of(waiting.next())
 
     def read(self, prefill: Callable[..., KVCache], params: Any) -> int:
         """Reads for one pass; returns the prompt tokens read."""

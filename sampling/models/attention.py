@@ -119,7 +119,7 @@ def _look(
         value = jax.lax.dynamic_index_in_dim(values, block, keepdims=False)
         if cache_rows is not None:
             key, value = key[cache_rows], value[cache_rows]
-        scores = jnp.einsum("rkdl,rknd->rknl", key, columns, preferred_element_type=jnp.float32) * head_dim**-0.5
+        scores = _scores(columns, key, few=chunk == 1) * head_dim**-0.5
         places = block * block_len + jnp.arange(block_len, dtype=jnp.int32)
         visible = visible_keys(positions, jnp.broadcast_to(places[None, :], (rows, block_len)), window)
         visible = jnp.repeat(visible, group, axis=1)[:, None]
@@ -139,12 +139,25 @@ def _look(
     return jax.lax.fori_loop(begin, end, one_block, seen)
 
 
+def _scores(columns: jax.Array, keys: jax.Array, few: bool) -> jax.Array:
+    """Queries times keys: [rows, kv_heads, columns, head_dim] and [rows, kv_heads, head_dim, places] to float32
+    [rows, kv_heads, columns, places]."""
+    if few and _sums_are_faster():
+        return jnp.sum(columns[..., None].astype(jnp.float32) * keys[:, :, None].astype(jnp.float32), axis=-2)
+    return jnp.einsum("rkdl,rknd->rknl", keys, columns, preferred_element_type=jnp.float32)
+
+
 def _mixture(weights: jax.Array, values: jax.Array, few: bool) -> jax.Array:
     """Values times weights: [rows, kv_heads, columns, places] and [rows, kv_heads, places, head_dim] to float32
-    [rows, kv_heads, columns, head_dim]. Where columns are few, a CPU adds up faster than it calls a kernel per head."""
-    if few and jax.default_backend() == "cpu":
+    [rows, kv_heads, columns, head_dim]."""
+    if few and _sums_are_faster():
         return jnp.sum(weights[..., None].astype(jnp.float32) * values[:, :, None].astype(jnp.float32), axis=-2)
     return jnp.einsum("rknl,rkld->rknd", weights, values, preferred_element_type=jnp.float32)
+
+
+def _sums_are_faster() -> bool:
+    """Where columns are few, a CPU adds up products faster than it copies a block and calls a kernel for each head."""
+    return jax.default_backend() == "cpu"
 
 
 def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:
