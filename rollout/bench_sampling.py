@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from rollout.step_parts import Part, choice, matrix_products, random_rows, seconds
 from sampling import CheckpointInfo, SamplingParams, StepState, load_checkpoint
@@ -17,6 +18,7 @@ from sampling.checkpoints import load_backend
 from sampling.draw import Distribution, draw
 from sampling.grammar import GrammarCache, TokenAutomaton
 from sampling.keys import uniforms
+from sampling.plugins import PluginRefs
 from sampling.vocabulary import Vocabulary, control_tokens
 
 FILTERS = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, min_p=0.02)
@@ -54,6 +56,26 @@ PERSON = SamplingParams(
 """A grammar of some hundred states, and nothing else."""
 
 
+THINKING = SamplingParams(thinking_budget=1000, thinking_start=[28, 11501, 46], thinking_end=[5837, 11501, 46])
+"""Markers of three tokens, for which the whole history is searched; and nothing else."""
+
+
+@dataclass(frozen=True)
+class Cooler:
+    """A transform as it may come from outside: divides a row's scores by a number that grows with it."""
+
+    strength: Any = 0.1
+
+    version = "1"
+
+    def __call__(self, state: StepState, logits: jax.Array) -> jax.Array:
+        """float32 [rows, vocab] to the same."""
+        return logits / (1 + self.strength * state.step.astype(jnp.float32))[:, None]
+
+
+PLUGIN = SamplingParams(plugins={"cooler": {"strength": 0.5}})
+
+
 @dataclass(frozen=True)
 class GrammarTablesCost:
     """What it takes to compile PERSON for the tokenizer, measured once.
@@ -77,8 +99,8 @@ class SamplingCost:
     Attributes:
         matmuls: the matrix products of one decode step of the model.
         bare: a draw with its log-prob from the untouched distribution, no chain and no record.
-        neutral, grammar, filters, everything: the whole choice with no stage on, with a grammar alone, with four
-            filters, with all stages on but the grammar.
+        neutral, grammar, thinking, plugin, filters, everything: the whole choice with no stage on, with a grammar
+            alone, a thinking budget alone, a plugin alone, four filters, all stages on but the grammar and a plugin.
         tables: of that grammar.
     """
 
@@ -88,13 +110,16 @@ class SamplingCost:
     bare: float
     neutral: float
     grammar: float
+    thinking: float
+    plugin: float
     filters: float
     everything: float
     tables: GrammarTablesCost
 
     def lines(self) -> list[str]:
         """For people."""
-        surcharge = {name: getattr(self, name) - self.bare for name in ("neutral", "grammar", "filters", "everything")}
+        names = "neutral grammar thinking plugin filters everything".split()
+        surcharge = {name: getattr(self, name) - self.bare for name in names}
         return [
             f"{self.rows} rows, {self.vocab} token ids, float32; ms per step, medians",
             f"matrix products of the model   {self.matmuls:8.2f}",
@@ -133,6 +158,8 @@ def sampling_cost(reference: str, rows: int = 32, history: int = 128, repeats: i
         "bare": lambda: bare(state, logits),
         "neutral": choice(info, SamplingParams(), state, logits),
         "grammar": choice(info, PERSON, state, logits, automaton),
+        "thinking": choice(info, THINKING, state, logits),
+        "plugin": choice(info, PLUGIN, state, logits, plugins=PluginRefs.of({"transforms": [Cooler]})),
         "filters": choice(info, FILTERS, state, logits),
         "everything": choice(info, EVERYTHING, state, logits),
     }

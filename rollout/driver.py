@@ -25,7 +25,7 @@ from rollout.tokenizer import Tokenizer
 from sampling.checkpoints import inspect_checkpoint, load_tokenizer
 from sampling.fingerprint import fingerprint_digest
 from sampling.params import SamplingParams
-from sampling.plugins import PluginRefs, Plugins, load_plugins
+from sampling.plugins import Plugins, load_plugins
 from sampling.plugins.contract import require_contract
 
 
@@ -155,11 +155,10 @@ def placement_of(workers: WorkersConfig) -> Placement:
 def worker_pool(
     config: RunConfig | ScoreConfig | TrainConfig, address: str | None, chaos: Chaos | None = None
 ) -> WorkerPool:
-    """The workers that a config asks for; what is learnt from has no plugins."""
+    """The workers that a config asks for."""
     workers = config.workers
-    plugins = PluginRefs() if isinstance(config, TrainConfig) else config.plugins
     return WorkerPool(
-        WorkerSpec(config.model.checkpoint, config.geometry, config.model.dtype, plugins),
+        WorkerSpec(config.model.checkpoint, config.geometry, config.model.dtype, config.plugins),
         placement_of(workers),
         Deadlines(workers.start_deadline_s, workers.group_deadline_s, workers.heartbeat_s),
         RetryPolicy(workers.max_group_attempts, workers.max_worker_restarts),

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from sampling import Checkpoint, CheckpointInfo, SamplingParams, StepState
+from sampling.capacity import Capacity
 from sampling.decode import choose
 from sampling.engine import DTYPES
 from sampling.grammar import TokenAutomaton
 from sampling.grammar.tables import FREE, GrammarTables
 from sampling.keys import row_key
 from sampling.models import Transformer
+from sampling.plugins import PluginRefs, load_plugins
 from sampling.policy import lower, resolved, stack
 from sampling.state import NO_TOKEN
 from sampling.vocabulary import Vocabulary
@@ -82,6 +84,7 @@ def choice(
     state: StepState,
     logits: jax.Array,
     automaton: TokenAutomaton | None = None,
+    plugins: PluginRefs | None = None,
 ) -> Part:
     """The whole choice of a step's tokens: the chain of transforms, the draw, and the log-probs for the record.
 
@@ -90,9 +93,12 @@ def choice(
         params: the same for every row.
         state, logits: as `random_rows` gives them.
         automaton: of the parameters' grammar; each row is in another state of it.
+        plugins: those that the parameters may name.
     """
     rows, vocab = logits.shape
-    lowered = lower(resolved(params, info.eos_token_ids), grammar_start=1 if automaton else FREE)
+    params = resolved(params, info.eos_token_ids)
+    capacity = Capacity(plugins=load_plugins(plugins or PluginRefs())).grown_for(Capacity.needed(params))
+    lowered = lower(params, capacity, grammar_start=1 if automaton else FREE)
     policy = stack([lowered] * rows)
     if automaton:
         policy = policy.bound(Vocabulary.from_pieces([b"?"]), GrammarTables.of([automaton], vocab))

@@ -25,6 +25,7 @@ class Capacity:
         support: ids of one token's recorded support.
         grammars, grammar_states, grammar_cells: different grammars of all rows together; their states, and one; the
             entries of their tables (sampling.grammar.tables).
+        token_masks: 1 where every slot has room for a mask over the ids, as a grammar stepped on the host needs; or 0.
         plugins: the transforms and rules from outside. What an engine is made with stays.
     """
 
@@ -42,6 +43,7 @@ class Capacity:
     grammars: int = 8
     grammar_states: int = 4096
     grammar_cells: int = 2**20
+    token_masks: int = 0
     plugins: Plugins = field(default_factory=Plugins)
 
     @classmethod
@@ -64,6 +66,7 @@ class Capacity:
             grammars=0,
             grammar_states=0,
             grammar_cells=0,
+            token_masks=int(params.grammar is not None and params.grammar.stepped),
         )
 
     def grown_for(self, needed: Capacity) -> Capacity:

@@ -199,6 +199,7 @@ def decode(
 
     zero = jnp.zeros((), jnp.int32)
     begin = state if slots is None else state.only(slots)
+    grammars = grammars if slots is None else grammars.of_rows(slots)
     end, steps, busy = jax.lax.while_loop(going, body, (begin, zero, zero))
     return end if slots is None else state.updated(slots, end), steps, busy
 

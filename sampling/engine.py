@@ -24,8 +24,10 @@ from sampling.decode import next_logits
 from sampling.engine_stats import EngineStats
 from sampling.errors import ConfigError, RunError
 from sampling.fingerprint import numerics_fingerprint
-from sampling.grammar import TokenAutomaton
+from sampling.grammar import Followed
 from sampling.grammar.shelf import GrammarShelf
+from sampling.grammar.tables import GrammarTables
+from sampling.host_rows import masked, stepped
 from sampling.intake import Intake, require_positions
 from sampling.memory_plan import available_bytes, require_memory
 from sampling.models import ModelMesh, Transformer
@@ -38,7 +40,7 @@ from sampling.policy import Policy, lower
 from sampling.programs import Programs, compile_programs, empty_state, is_lost, rearranged
 from sampling.scoring import KnownSequence, Scorer
 from sampling.staging import Staging
-from sampling.types import Geometry, Group, Request, StopReason
+from sampling.types import Geometry, Group, Request
 from sampling.vocabulary import Vocabulary
 from sampling.waiting import WaitingLine
 from sampling.weights import StagedWeights, WeightForm, require_version
@@ -103,15 +105,15 @@ class Engine:
         self._vocabulary = placed(mesh, self.vocabulary or Vocabulary.from_pieces([b"?"]))
         self._grammars = GrammarShelf(info.config.vocab_size, self._capacity, mesh)
         empty = partial(made, mesh, partial(empty_state, self._model, geometry, self._capacity))
+        self._resident: dict[int, Resident] = {}
         programs = self._compiled(self._capacity)
-        self._programs = programs.checked(empty, self._params, self._vocabulary, self._grammars.tables)
+        self._programs = programs.checked(empty, self._params, self._vocabulary, self._tables())
         self._state = empty()
         self._staging = Staging(self._model, geometry)
         self._waiting = WaitingLine()
         self._scorer: Scorer | None = None
         self._finished: list[Group] = []
         self._free = list(range(geometry.slots))[::-1]
-        self._resident: dict[int, Resident] = {}
         counts = "groups completions tokens steps row_steps busy_row_steps prefill_tokens scored_tokens"
         self._counts = dict.fromkeys(counts.split(), 0)
 
@@ -264,7 +266,7 @@ class Engine:
             **self._counts,
         )
 
-    def automaton(self, params: SamplingParams) -> TokenAutomaton | None:
+    def automaton(self, params: SamplingParams) -> Followed | None:
         """See `Intake.automaton`."""
         return self._intake.automaton(params)
 
@@ -278,7 +280,7 @@ class Engine:
             programs, scorer = self._compiled(capacity, programs), None
         self._capacity, moved = capacity, self._grammars.rearrange(capacity)
         rows = (self._resident.get(slot) for slot in range(self.geometry.slots))
-        policies = [self._lowered(row.group.params if row else SamplingParams()) for row in rows]
+        policies = [self._lowered(row and row.group) for row in rows]
         state = placed(self._model.mesh, rearranged(self._state, policies, capacity, moved))
         self._programs, self._scorer, self._state = programs, scorer, state
 
@@ -286,8 +288,15 @@ class Engine:
         sizes = self.info.tokenizer_len, self.geometry, capacity
         return compile_programs(self._model, *sizes, self._params, self._vocabulary, earlier=earlier)
 
-    def _lowered(self, params: SamplingParams) -> Policy:
-        return lower(params, self._capacity, self._grammars.first_state(params.grammar))
+    def _lowered(self, group: OpenGroup | None) -> Policy:
+        if group is None:
+            return lower(SamplingParams(), self._capacity)
+        return lower(group.params, self._capacity, self._grammars.first_state(group.params.grammar, group.automaton))
+
+    def _tables(self) -> GrammarTables:
+        """What decode programs know of grammars: the tables, and the masks of rows that are stepped on the host."""
+        tables = self._grammars.tables
+        return masked(tables, self._resident, self.geometry.slots) if self._capacity.token_masks else tables
 
     def _prefill(self) -> None:
         """Reads waiting prompts for one pass."""
@@ -300,8 +309,8 @@ class Engine:
         while self._free and group.pending:
             slot = self._free.pop()
             entering[slot] = group.pending.popleft()
-            self._resident[slot] = Resident(group, entering[slot], time.monotonic())
-        admission = group.admission(entering, self.geometry, self._lowered(group.params))
+            self._resident[slot] = Resident.of(group, entering[slot])
+        admission = group.admission(entering, self.geometry, self._lowered(group))
         self._state = self._programs.admit(self._state, self._staging.cache, np.int32(row), admission)
         if not group.pending:
             self._staging.leave(row)
@@ -312,16 +321,18 @@ class Engine:
         # With work waiting, every freed slot is worth a stop; otherwise only what a narrower program can take over is.
         min_active = running if self.waiting else self._programs.width_below(width) + 1
         some = [] if width == self.geometry.slots else [np.array([*self._resident, *self._free][:width], np.int32)]
+        on_host = any(row.matcher for row in self._resident.values())
         self._state, steps, busy = self._programs.decode[width](
             self._params,
             self._state,
             self._vocabulary,
-            self._grammars.tables,
+            self._tables(),
             np.int32(self.policy_version),
-            np.int32(max_steps),
+            np.int32(1 if on_host else max_steps),
             np.int32(min_active),
             *some,
         )
+        self._state = stepped(self._state, self._resident, self._model.mesh)
         self._counts["steps"] += int(steps)
         self._counts["row_steps"] += int(steps) * width
         self._counts["busy_row_steps"] += int(busy)
@@ -361,17 +372,7 @@ class Engine:
         assert self._scorer is not None
         complete = []
         for (group, sample, began), scored in self._scorer.step(self._params, self._vocabulary, self._grammars.tables):
-            early = np.flatnonzero(scored.stop[:-1])
-            last = group.finish(
-                sample,
-                sample.given,
-                scored.record,
-                np.full(sample.given.size, self.policy_version, np.int32),
-                stop_code=int(scored.stop[-1]) or StopReason.LENGTH.code,
-                ended_at=int(early[0]) if early.size else None,
-                begun=began,
-            )
-            complete += [group] if last else []
+            complete += [group] if group.finish_scored(sample, scored, self.policy_version, began) else []
             self._counts["completions"] += 1
             self._counts["scored_tokens"] += sample.given.size
         return self._close(complete)
@@ -381,9 +382,9 @@ class Engine:
             sizes = self.info.tokenizer_len, self.geometry.cache_len, self._capacity
             self._scorer = Scorer(self._model, *sizes, self._params, self._vocabulary, self._grammars.tables)
         for sample in group.pending:
-            states = self._grammars.states(group.params.grammar, sample.given)
-            known = KnownSequence(group.request.prompt_tokens, sample.given, group.params, group.limit, states)
-            self._scorer.add(known, (group, sample, time.monotonic()))
+            states = self._grammars.states(group.params.grammar, group.automaton, sample.given)
+            known = (group.request.prompt_tokens, sample.given, group.params, group.limit, states)
+            self._scorer.add(KnownSequence(*known, group.stepped), (group, sample, time.monotonic()))
 
     def _close(self, groups: Iterable[OpenGroup]) -> list[Group]:
         closed = []

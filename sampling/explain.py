@@ -21,8 +21,8 @@ from sampling.draw import Distribution, draw, log_kept_mass
 from sampling.engine import Engine
 from sampling.errors import ConfigError
 from sampling.explanation import Candidate, Explanation, RuleView, Share, StageView, Verdict
-from sampling.grammar import NO_STATE
-from sampling.grammar.tables import FREE, GrammarTables
+from sampling.grammar import NO_STATE, Followed, TokenAutomaton
+from sampling.grammar.tables import FREE, OPEN, GrammarTables
 from sampling.keys import UNIFORM_BITS, uniforms
 from sampling.params import SamplingParams
 from sampling.plugins import PluginRule
@@ -83,16 +83,12 @@ def explain(
         vocab_size=vocab_size,
         limit=min([prompt.size + params.max_new_tokens, cache_len, *filter(None, [params.max_length])]),
     ).replace(keys=jnp.asarray(key, jnp.uint32).reshape(1, 2))
-    automaton = engine.automaton(params)
+    tables, states = _followed(engine.automaton(params), completion[: place + 1], vocab_size)
     params = engine.plugins.resolved(params)
     capacity = Capacity(plugins=engine.plugins).grown_for(Capacity.needed(params))
-    policy = stack([lower(params, capacity, grammar_start=1 if automaton else FREE)])
-    policy = policy.bound(
-        vocabulary or Vocabulary.from_pieces([b"?"]), GrammarTables.of([automaton] if automaton else [], vocab_size)
-    )
-    if automaton:
-        state = automaton.states(completion[:place])[-1]
-        before = before.replace(automaton=jnp.full(1, state if state == NO_STATE else state + 1, jnp.int32))
+    policy = stack([lower(params, capacity, grammar_start=states[0])])
+    policy = policy.bound(vocabulary or Vocabulary.from_pieces([b"?"]), tables)
+    before = before.replace(automaton=jnp.full(1, states[-2], jnp.int32))
     lens = _Lens(vocabulary, int(completion[place]), top)
 
     scores = without_padded_ids(logits, info.tokenizer_len)
@@ -107,7 +103,7 @@ def explain(
 
     tokens = jnp.asarray(completion[place : place + 1])
     again = _draw(logits, scores, before, tokens)
-    reason, rules = _stopping(params, policy, before, tokens, vocabulary, cache_len)
+    reason, rules = _stopping(params, policy, before, tokens, states[-1], vocabulary, cache_len)
     return Explanation(
         place=place,
         prompt_len=prompt.size,
@@ -133,6 +129,17 @@ def explain(
         rules=rules,
         stop_reason=reason,
     )
+
+
+def _followed(automaton: Followed | None, tokens: np.ndarray, vocab: int) -> tuple[GrammarTables, list[int]]:
+    """What a row's last token is judged by, and the states before each of its tokens and after the last."""
+    tables = GrammarTables.of([automaton] if isinstance(automaton, TokenAutomaton) else [], vocab)
+    if automaton is None:
+        return tables, [FREE] * (tokens.size + 1)
+    if isinstance(automaton, TokenAutomaton):
+        return tables, [state if state == NO_STATE else state + 1 for state in automaton.states(tokens)]
+    states, allowed = automaton.walk(tokens)
+    return tables.replace(masks=allowed[-1:]), states
 
 
 def place_in(completion_len: int, place: int) -> int:
@@ -295,11 +302,12 @@ def _stopping(
     policy: Policy,
     before: StepState,
     tokens: jax.Array,
+    state: int,
     vocabulary: Vocabulary | None,
     cache_len: int,
 ) -> tuple[StopReason | None, tuple[RuleView, ...]]:
-    """Why the row ends with a token, and what each rule that is set says of it."""
-    after = _commit(policy, before, tokens)
+    """Why the row ends with a token, after which its grammar is in `state`; and what each rule that is set says."""
+    after = _commit(policy, before, tokens).replace(automaton=jnp.full(1, state, jnp.int32))
     code = int(_stop_codes(policy, before, after, tokens)[0])
     total = int(before.total()[0])
     full = total + 1 >= cache_len
@@ -355,6 +363,8 @@ def _state_in_words(rule: GrammarDone, row: StepState) -> str:
     state = int(row.automaton[0])
     if state == NO_STATE or rule.tables is None:
         return "outside"
+    if state <= OPEN:
+        return "inside" if state == OPEN else "complete"
     return f"state {state - 1}{', complete' if bool(rule.tables.accepts(row.automaton)[0]) else ''}"
 
 

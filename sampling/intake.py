@@ -9,7 +9,7 @@ import numpy as np
 
 from sampling.checkpoints import CheckpointInfo, load_backend
 from sampling.errors import CheckpointError, ConfigError, PromptError
-from sampling.grammar import GrammarCache, TokenAutomaton
+from sampling.grammar import Followed, GrammarCache, SteppedGrammars, installed_library
 from sampling.grammar.demands import refuse_contradictions
 from sampling.params import SamplingParams
 from sampling.plugins import Plugins
@@ -46,8 +46,11 @@ class Intake:
         self._info, self._cache_len, self._plugins = info, cache_len, plugins
         self._tokenizer: Any = None
         self._grammars: GrammarCache | None = None
+        self._stepped: SteppedGrammars | None = None
+        self._control: tuple[int, ...] | None = None
         try:
             self._tokenizer = load_backend(info)
+            self._control = control_tokens(self._tokenizer)
         except CheckpointError as error:
             log.warning("no tokenizer, so stop strings, bad words as text and grammars are refused: %s", error)
 
@@ -68,7 +71,7 @@ class Intake:
         where, params = f"prompt {request.prompt_id!r}: sampling", request.params
         if self._tokenizer is None and params.stop:
             raise ConfigError(f"{where}.stop: {self._info.name} has no tokenizer; give stop_token_ids instead")
-        params = resolved(params, self._info.eos_token_ids, self._tokenizer and self._encode)
+        params = resolved(params, self._info.eos_token_ids, self._tokenizer and self._encode, self._control)
         params = self._plugins.resolved(params, where)
         if params.max_length is not None and request.prompt_tokens.size >= params.max_length:
             raise ConfigError(
@@ -78,9 +81,11 @@ class Intake:
         params.require_tokens(self._info.tokenizer_len, where)
         if (automaton := self.automaton(params, where)) is not None:
             refuse_contradictions(params, automaton, request.prompt_tokens.size, where)
+        if params.grammar and params.grammar.stepped:
+            params = params.replace(grammar_library=installed_library())
         return params
 
-    def automaton(self, params: SamplingParams, where: str = "sampling") -> TokenAutomaton | None:
+    def automaton(self, params: SamplingParams, where: str = "sampling") -> Followed | None:
         """The parameters' grammar over the checkpoint's tokens; None if they have none.
 
         Args:
@@ -92,9 +97,13 @@ class Intake:
             return None
         where = f"{where}.{params.grammar.kind}"
         if self._grammars is None:
-            if (vocabulary := self.vocabulary()) is None:
+            if (vocabulary := self.vocabulary()) is None or self._control is None:
                 raise ConfigError(f"{where}: {self._info.name} has no tokenizer, and a grammar speaks of text")
-            self._grammars = GrammarCache(vocabulary, control_tokens(self._tokenizer))
+            self._grammars = GrammarCache(vocabulary, self._control)
+            self._stepped = SteppedGrammars(vocabulary, self._control)
+        if params.grammar.stepped:
+            assert self._stepped is not None
+            return self._stepped.grammar(params.grammar, where, params.grammar_library)
         return self._grammars.automaton(params.grammar, where)
 
     def _require_room(self, request: Request) -> None:

@@ -11,9 +11,10 @@ from typing import Any, Self
 import numpy as np
 
 from sampling.decode import Admission, TokenRecord
-from sampling.grammar import TokenAutomaton
+from sampling.grammar import Followed, Matcher, SteppedGrammar
 from sampling.params import SamplingParams
 from sampling.policy import Policy
+from sampling.scoring import Scored
 from sampling.state import NO_TOKEN
 from sampling.types import Completion, Geometry, Group, Request, StopReason
 
@@ -36,7 +37,7 @@ class OpenGroup:
         params: its parameters as they take effect.
         limit: total length at which a row's budget ends.
         submitted: when it came, by time.monotonic().
-        automaton: of its grammar.
+        automaton: its grammar over the tokenizer's ids.
         pending: samples that nobody has begun.
         finished: completions by sample index.
     """
@@ -45,20 +46,23 @@ class OpenGroup:
     params: SamplingParams
     limit: int
     submitted: float
-    automaton: TokenAutomaton | None
+    automaton: Followed | None
     pending: deque[Sample]
     finished: dict[int, Completion] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, request: Request, params: SamplingParams, cache_len: int, automaton: TokenAutomaton | None = None
-    ) -> Self:
+    def of(cls, request: Request, params: SamplingParams, cache_len: int, automaton: Followed | None = None) -> Self:
         """A request that has just come."""
         samples = zip(request.sample_indices, request.given, request.keys, strict=True)
         ends = [size for size in (params.max_length, cache_len) if size]
         limit = min(request.prompt_tokens.size + params.max_new_tokens, *ends)
         pending = deque(Sample(*sample) for sample in samples)
         return cls(request, params, limit, time.monotonic(), automaton, pending)
+
+    @property
+    def stepped(self) -> SteppedGrammar | None:
+        """Its grammar, if that is stepped on the host."""
+        return self.automaton if isinstance(self.automaton, SteppedGrammar) else None
 
     @property
     def budget(self) -> int:
@@ -142,6 +146,19 @@ class OpenGroup:
         )
         return len(self.finished) == len(self.request.sample_indices)
 
+    def finish_scored(self, sample: Sample, scored: Scored, version: int, begun: float) -> bool:
+        """Takes what forward passes told of one sample; True if it was the last one. Arguments as in `finish`."""
+        early = np.flatnonzero(scored.stop[:-1])
+        return self.finish(
+            sample,
+            sample.given,
+            scored.record,
+            np.full(sample.given.size, version, np.int32),
+            stop_code=int(scored.stop[-1]) or StopReason.LENGTH.code,
+            ended_at=int(early[0]) if early.size else None,
+            begun=begun,
+        )
+
     def _left_grammar_at(self, tokens: np.ndarray) -> int | None:
         params = self.params
         if self.automaton is None:
@@ -155,8 +172,21 @@ class OpenGroup:
 
 @dataclass(frozen=True)
 class Resident:
-    """The row that holds a slot: its group, its sample, and when it came, by time.monotonic()."""
+    """The row that holds a slot.
+
+    Attributes:
+        group, sample: whose.
+        admitted: when it came, by time.monotonic().
+        matcher: where it stands in its grammar, if that is stepped on the host.
+    """
 
     group: OpenGroup
     sample: Sample
     admitted: float
+    matcher: Matcher | None
+
+    @classmethod
+    def of(cls, group: OpenGroup, sample: Sample) -> Self:
+        """A row that has just come."""
+        matcher = group.stepped.matcher() if group.stepped else None
+        return cls(group, sample, time.monotonic(), matcher)

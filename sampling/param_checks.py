@@ -19,6 +19,9 @@ ORDERS = {"transformers": 1, "reference": 1, "vllm": 1}
 GRAMMAR_ENDS = ("done", "accepted", "eos")
 """When a grammar ends a row by itself: once nothing may follow; as soon as the text is complete; never."""
 
+GRAMMAR_MODES = ("table", "host")
+"""How a grammar is followed: by tables within the compiled programs, or by a matcher on the host, token by token."""
+
 FLOAT32_RANGE = (1e-37, 3e38)
 """Sizes of numbers that are neither 0 nor infinite in the compiled programs, which divide by some of them."""
 
@@ -170,6 +173,24 @@ def marker(name: str, value: Any) -> str | tuple[int, ...]:
 def grammar_end(name: str, value: Any) -> str:
     if value not in GRAMMAR_ENDS:
         raise ConfigError(f"{name}: expected one of {', '.join(GRAMMAR_ENDS)}, got {short(value)}")
+    return value
+
+
+def grammar_mode(name: str, value: Any) -> str:
+    if value not in GRAMMAR_MODES:
+        raise ConfigError(f"{name}: expected one of {', '.join(GRAMMAR_MODES)}, got {short(value)}")
+    return value
+
+
+def grammar_library(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}: expected a name and a version, such as 'llguidance 1.9.1', got {short(value)}")
+    return value
+
+
+def lark(name: str, value: Any) -> str | None:
+    if value is not None and not (isinstance(value, str) and value.strip()):
+        raise ConfigError(f"{name}: expected the rules of a grammar, or None, got {short(value)}")
     return value
 
 

@@ -45,6 +45,8 @@ class SamplingParams:
         allowed_token_ids: nothing else may be drawn; empty allows all.
         suppress_tokens: ids that are never drawn.
         begin_suppress_tokens: ids that are not drawn first.
+        suppress_control_tokens: never draw the tokenizer's special tokens, but for those that another parameter asks
+            for: ids that end the row, allowed or forced ones, and those of markers.
     Length and end:
         max_new_tokens: end after this many tokens, at least 1.
         max_length: end when prompt and completion hold this many tokens; None is off.
@@ -64,6 +66,11 @@ class SamplingParams:
         regex: the completion's text matches this pattern of Python's `re` from end to end; None is off.
         json_schema: it is JSON that this schema accepts: a mapping, or JSON text; None is off.
         choices: it is one of these texts; empty is off.
+        lark: these rules of a context-free grammar derive it; None is off. Needs grammar_mode "host".
+        grammar_mode: "table" follows a grammar within the compiled programs; "host" by a matcher on the host, for lark
+            and for json_schema of any depth: one token at a time, for all rows of the engine.
+        grammar_library: name and version of what follows it on the host; no other one does. Empty takes the one that is
+            installed, and records hold it.
         grammar_end: "done" ends the row once nothing may follow, "accepted" as soon as its text is complete, "eos" not
             at all: it goes on until it draws an end-of-sequence id.
     Plugins (docs/plugins.md):
@@ -101,6 +108,7 @@ class SamplingParams:
     allowed_token_ids: Any = ()
     suppress_tokens: Any = ()
     begin_suppress_tokens: Any = ()
+    suppress_control_tokens: bool = False
     max_new_tokens: int = 256
     max_length: int | None = None
     min_new_tokens: int = 0
@@ -118,6 +126,9 @@ class SamplingParams:
     regex: str | None = None
     json_schema: Any = None
     choices: Any = ()
+    lark: str | None = None
+    grammar_mode: str = "table"
+    grammar_library: str = ""
     grammar_end: str = "done"
     plugins: Any = ()
     remove_invalid_values: bool = False
@@ -149,7 +160,9 @@ class SamplingParams:
         if self.regex is not None:
             return Grammar(GrammarKind.REGEX, self.regex)
         if self.json_schema is not None:
-            return Grammar(GrammarKind.JSON_SCHEMA, self.json_schema)
+            return Grammar(GrammarKind.JSON_SCHEMA, self.json_schema, stepped=self.grammar_mode == "host")
+        if self.lark is not None:
+            return Grammar(GrammarKind.LARK, self.lark, stepped=True)
         if self.choices:
             return Grammar(GrammarKind.CHOICES, json.dumps(self.choices, ensure_ascii=False))
         return None
@@ -254,6 +267,7 @@ _CHECKS: dict[str, checks.Check] = {
     "allowed_token_ids": checks.token_ids,
     "suppress_tokens": checks.token_ids,
     "begin_suppress_tokens": checks.token_ids,
+    "suppress_control_tokens": checks.flag,
     "max_new_tokens": checks.whole(1, "at least 1"),
     "max_length": checks.whole(1, "None (off) or at least 1", optional=True),
     "min_new_tokens": checks.whole(0, "at least 0"),
@@ -271,6 +285,9 @@ _CHECKS: dict[str, checks.Check] = {
     "regex": checks.regex,
     "json_schema": checks.json_schema,
     "choices": checks.choices,
+    "lark": checks.lark,
+    "grammar_mode": checks.grammar_mode,
+    "grammar_library": checks.grammar_library,
     "grammar_end": checks.grammar_end,
     "plugins": checks.plugins,
     "remove_invalid_values": checks.flag,
@@ -295,9 +312,19 @@ def _refuse_contradictions(params: SamplingParams) -> None:
         refuse("min_new_tokens", "max_new_tokens", "the minimum is above the maximum")
     if params.max_length is not None and params.min_length > params.max_length:
         refuse("min_length", "max_length", "the minimum is above the maximum")
-    grammars = [name for name in ("regex", "json_schema", "choices") if getattr(params, name) not in (None, ())]
+    known = ("regex", "json_schema", "choices", "lark")
+    grammars = [name for name in known if getattr(params, name) not in (None, ())]
     if len(grammars) > 1:
         refuse(grammars[0], grammars[1], "a row follows one grammar; write both into one")
+    if params.lark is not None and params.grammar_mode != "host":
+        refuse(
+            "lark", "grammar_mode", "no table follows a context-free grammar; set grammar_mode to 'host', a slower way"
+        )
+    for name in grammars:
+        if name in ("regex", "choices") and params.grammar_mode == "host":
+            refuse("grammar_mode", name, "tables follow it, and faster; leave grammar_mode out")
+    if params.grammar_library and not (params.grammar and params.grammar.stepped):
+        refuse("grammar_library", "grammar_mode", "no grammar is followed on the host; leave grammar_library out")
     _refuse_markers(params, refuse)
     for name in ("forced_bos", "forced_eos", "thinking_budget"):
         if params.grammar and getattr(params, name) not in (None, ()):

@@ -283,10 +283,17 @@ def stack(policies: Sequence[Policy]) -> Policy:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *policies)
 
 
+_ASKING = tuple(
+    "eos_token_ids stop_token_ids allowed_token_ids forced_bos forced_eos thinking_start thinking_end".split()
+)
+"""Parameters that ask for the tokens that they name."""
+
+
 def resolved(
     params: SamplingParams,
     eos_token_ids: Sequence[int] = (),
     encode: Callable[[str], Sequence[int]] | None = None,
+    control: Sequence[int] | None = None,
 ) -> SamplingParams:
     """The parameters as they take effect, which is how records hold them.
 
@@ -294,8 +301,10 @@ def resolved(
         eos_token_ids: end-of-sequence ids of the checkpoint, which join the request's own unless it ignores them.
         encode: text to token ids, without adding special tokens, for markers and bad words given as text; each of the
             latter stands for itself and for its form after a space.
+        control: the tokenizer's special tokens, which join `suppress_tokens` if they are not to be drawn.
     Raises:
-        ConfigError: there is a text and no `encode`; or a marker's ids contradict another parameter.
+        ConfigError: there is a text and no `encode`, or no `control` where it is needed; or a marker's ids contradict
+            another parameter.
     """
 
     def encoded(name: str, text: str) -> tuple[int, ...]:
@@ -313,7 +322,14 @@ def resolved(
             words += [encoded("bad_words", text), encoded("bad_words", f" {text}")]
     markers = {name: getattr(params, name) for name in ("thinking_start", "thinking_end")}
     ids = {name: encoded(name, marker) if isinstance(marker, str) else marker for name, marker in markers.items()}
-    return params.replace(eos_token_ids=eos, bad_words=words, **ids)
+    params = params.replace(eos_token_ids=eos, bad_words=words, **ids)
+    if not params.suppress_control_tokens:
+        return params
+    if control is None:
+        raise ConfigError("sampling.suppress_control_tokens: there is no tokenizer to tell them; use suppress_tokens")
+    named = params.token_ids()
+    asked_for = {token for name in _ASKING for token in named[name]}
+    return params.replace(suppress_tokens=(*params.suppress_tokens, *(set(control) - asked_for)))
 
 
 def _ids(tokens: Sequence[int], places: int) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 
 from sampling.capacity import Capacity
 from sampling.decode import Admission, EngineState, TokenRecord, admit, decode, prefill
-from sampling.grammar.tables import FREE, GrammarTables
+from sampling.grammar.tables import FREE, GrammarTables, no_masks
 from sampling.lanes import Lanes, lane_shape
 from sampling.models import KVCache, Transformer
 from sampling.models.mesh import shapes
@@ -75,7 +75,10 @@ def compile_programs(
     in_place = partial(shapes, model.mesh)
     params, vocabulary = in_place(params, weights=True), in_place(vocabulary)
     sizes = capacity.grammars, capacity.grammar_states, capacity.grammar_cells
-    grammars = in_place(GrammarTables.empty(model.config.vocab_size, *sizes))
+    grammars = GrammarTables.empty(model.config.vocab_size, *sizes)
+    if capacity.token_masks:
+        grammars = grammars.replace(masks=no_masks(geometry.slots, model.config.vocab_size))
+    grammars = in_place(grammars)
     state = in_place(jax.eval_shape(partial(empty_state, model, geometry, capacity)))
     staging = in_place(jax.eval_shape(partial(empty_staging, model, geometry)))
     num_lanes, lane_len = lane_shape(geometry.prefill_chunk)

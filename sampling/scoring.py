@@ -23,7 +23,8 @@ from flax import struct
 
 from sampling.capacity import Capacity
 from sampling.decode import TokenRecord, choose
-from sampling.grammar.tables import GrammarTables
+from sampling.grammar import SteppedGrammar
+from sampling.grammar.tables import GrammarTables, no_masks
 from sampling.lanes import Lanes, lane_shape, read_lanes
 from sampling.models import KVCache, Transformer
 from sampling.models.mesh import made, shapes
@@ -56,7 +57,9 @@ class Pass(struct.PyTreeNode):
         buffer: int32 [rows, cache_len], prompts and completions.
         prompt_len, length, limit: int32 [rows]; length of both together; total length at which the budget ends.
         policy: leaves [rows, ...].
-        automaton: int32 [rows, cache_len], the state of the row's grammar before the token at each place.
+        automaton: int32 [rows, cache_len + 1], the state of the row's grammar before the token at each place.
+        masks: uint32 [PASS_TOKENS, words], what GrammarTables.masks are to the token that follows each position; None
+            where no grammar is stepped on the host.
     """
 
     lanes: Lanes
@@ -66,6 +69,7 @@ class Pass(struct.PyTreeNode):
     limit: Any
     policy: Policy
     automaton: Any
+    masks: Any = None
 
 
 class Scored(struct.PyTreeNode):
@@ -89,6 +93,7 @@ class KnownSequence:
         params: the policy, as `resolved` leaves it.
         limit: total length at which its budget ends.
         automaton: int32 [completion_len + 1], the states of its grammar before the first token and after each.
+        stepped: the grammar, if it is stepped on the host.
     """
 
     prompt_tokens: np.ndarray
@@ -96,11 +101,13 @@ class KnownSequence:
     params: SamplingParams
     limit: int
     automaton: np.ndarray
+    stepped: SteppedGrammar | None = None
 
 
 @dataclass
 class _Reading:
-    """A sequence in a row: the places to read, all but its last, and what those from the last prompt token on told."""
+    """A sequence in a row: the places to read, all but its last, what those from the last prompt token on told, and the
+    masks of its completion's tokens if its grammar is stepped on the host."""
 
     sequence: KnownSequence
     tag: Any
@@ -108,6 +115,7 @@ class _Reading:
     policy: Policy
     unread: range
     parts: list[Scored]
+    masks: np.ndarray | None
 
     def shares_prompt(self, sequence: KnownSequence) -> bool:
         return np.array_equal(self.sequence.prompt_tokens, sequence.prompt_tokens)
@@ -132,7 +140,7 @@ class Scorer:
         vocabulary: Vocabulary,
         grammars: GrammarTables,
     ) -> None:
-        self._cache_len, self._capacity = cache_len, capacity
+        self._cache_len, self._capacity, self._vocab = cache_len, capacity, model.config.vocab_size
         empty = partial(KVCache.empty, model.config, ROWS, cache_len, model.dtype)
         self._empty_cache = partial(made, model.mesh, empty)
         self._cache = self._empty_cache()
@@ -215,7 +223,8 @@ class Scorer:
             self._cache = self._fork(self._cache, np.int32(source), np.int32(target), np.int32(count))
             tokens = np.concatenate([sequence.prompt_tokens, sequence.completion_tokens])
             policy = lower(sequence.params, self._capacity, int(sequence.automaton[0]))
-            self._rows[target] = _Reading(sequence, tag, tokens, policy, range(count, tokens.size - 1), [])
+            masks = sequence.stepped.walk(sequence.completion_tokens)[1] if sequence.stepped else None
+            self._rows[target] = _Reading(sequence, tag, tokens, policy, range(count, tokens.size - 1), [], masks)
             self._waiting.popleft()
 
     def _reading(self, row: int) -> _Reading:
@@ -229,7 +238,7 @@ class Scorer:
     def _work(self) -> Pass:
         """The next pass."""
         buffer = np.zeros((ROWS, self._cache_len), np.int32)
-        automaton = np.zeros((ROWS, self._cache_len), np.int32)
+        automaton = np.zeros((ROWS, self._cache_len + 1), np.int32)
         prompt_len, length, limit = np.zeros((3, ROWS), np.int32)
         policies = [self._neutral] * ROWS
         for row, reading in enumerate(self._rows):
@@ -237,9 +246,21 @@ class Scorer:
                 buffer[row, : reading.tokens.size] = reading.tokens
                 prompt_len[row], length[row] = reading.sequence.prompt_tokens.size, reading.tokens.size
                 limit[row], policies[row] = reading.sequence.limit, reading.policy
-                automaton[row, prompt_len[row] : length[row]] = reading.sequence.automaton[:-1]
+                automaton[row, prompt_len[row] : length[row] + 1] = reading.sequence.automaton
         lanes = Lanes.over(self._unread(), *lane_shape(PASS_TOKENS))
-        return Pass(lanes, buffer, prompt_len, length, limit, stack(policies), automaton)
+        masks = self._masks(lanes) if self._capacity.token_masks else None
+        return Pass(lanes, buffer, prompt_len, length, limit, stack(policies), automaton, masks)
+
+    def _masks(self, lanes: Lanes) -> np.ndarray:
+        masks, lane_len = no_masks(PASS_TOKENS, self._vocab), lane_shape(PASS_TOKENS)[1]
+        for lane in np.flatnonzero(lanes.begin < lanes.end):
+            reading = self._reading(lanes.row[lane])
+            if reading.masks is not None:
+                prompt_len, start, end = reading.sequence.prompt_tokens.size, lanes.start[lane], lanes.end[lane]
+                first, place = max(lanes.begin[lane], prompt_len - 1), lane * lane_len - start
+                told = reading.masks[first + 1 - prompt_len : end + 1 - prompt_len]
+                masks[place + first : place + first + len(told)] = told
+        return masks
 
 
 def score_pass(
@@ -272,11 +293,14 @@ def score_pass(
                 work.automaton[these, jnp.minimum(length[at], capacity - 1)],
                 model.config.vocab_size,
             )
-            policy = jax.tree.map(lambda leaf: leaf[these], work.policy).bound(vocabulary, grammars)
+            tables = grammars if work.masks is None else grammars.replace(masks=work.masks[at])
+            policy = jax.tree.map(lambda leaf: leaf[these], work.policy).bound(vocabulary, tables)
             following = work.buffer[these, jnp.minimum(length[at], capacity - 1)]
             choice = choose(policy, before, forward(hidden[at], method="logits"), following, tokenizer_len)
-            stop = policy.stop_codes(before, policy.commit(before, following), following)
-            return Scored(choice.record, stop)
+            after = policy.commit(before, following)
+            if work.masks is not None:
+                after = after.replace(automaton=work.automaton[these, jnp.minimum(length[at], capacity - 1) + 1])
+            return Scored(choice.record, policy.stop_codes(before, after, following))
 
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(of_due))
         return jax.lax.cond(jnp.any(due[at]), of_due, lambda: empty)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -26,7 +26,7 @@ FREE = frozenset(
 
 TRUNCATIONS = frozenset(
     "top_k top_p min_p typical_p epsilon_cutoff eta_cutoff top_h allowed_token_ids suppress_tokens"
-    " begin_suppress_tokens min_new_tokens min_length".split()
+    " begin_suppress_tokens suppress_control_tokens min_new_tokens min_length".split()
 )
 """Parameters that remove tokens and do nothing else: the recorded support tells what they left."""
 
@@ -78,12 +78,14 @@ class TrainBatch(struct.PyTreeNode):
     returns: Any = None
 
     @classmethod
-    def of(cls, trajectories: Sequence[Trajectory]) -> Self:
+    def of(cls, trajectories: Sequence[Trajectory], rules: Collection[str] = ()) -> Self:
         """The batch of trajectories, in their order; advantages and weights are 0 until they are assigned.
 
         Nothing is learnt from failed rows, from given and from forced tokens. The arrays are as long as the longest
         row needs.
 
+        Args:
+            rules: as in `require_learnable`.
         Raises:
             ConfigError: a row's policy cannot be computed from the model's scores; see `require_learnable`.
         """
@@ -114,7 +116,7 @@ class TrainBatch(struct.PyTreeNode):
             if trajectory.failed:
                 continue
             drawn = np.flatnonzero(trajectory.drawn)
-            batch.temperature[row] = _learnable(trajectory).temperature
+            batch.temperature[row] = _learnable(trajectory, rules).temperature
             batch.behaviour_logprobs[row, drawn] = trajectory.behaviour_logprobs[drawn]
             batch.policy_versions[row, drawn] = trajectory.policy_versions[drawn]
             batch.mask[row, drawn] = True
@@ -135,11 +137,12 @@ class TrainBatch(struct.PyTreeNode):
         return self.mask.shape[1]
 
 
-def require_learnable(params: SamplingParams, place: str = "") -> list[str]:
+def require_learnable(params: SamplingParams, place: str = "", rules: Collection[str] = ()) -> list[str]:
     """Checks that a policy's probabilities follow from scores, temperature and recorded support.
 
     Args:
         place: begins the message.
+        rules: names of plugins that end rows, and so change no probability.
     Returns:
         The truncations that are on, by name; with any, every token needs its recorded support.
     Raises:
@@ -152,6 +155,8 @@ def require_learnable(params: SamplingParams, place: str = "") -> list[str]:
         )
     fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     changed = [name for name, default in fields.items() if name not in FREE and getattr(params, name) != default]
+    if {plugin for plugin, _ in params.plugins} <= set(rules):
+        changed = [name for name in changed if name != "plugins"]
     for name in changed:
         if name not in TRUNCATIONS:
             raise ConfigError(
@@ -166,11 +171,11 @@ def require_learnable(params: SamplingParams, place: str = "") -> list[str]:
     return changed
 
 
-def _learnable(trajectory: Trajectory) -> SamplingParams:
+def _learnable(trajectory: Trajectory, rules: Collection[str]) -> SamplingParams:
     """The policy of a trajectory that can be learnt from; raises ConfigError for another one's."""
     place = f"trajectory of prompt {trajectory.prompt_id!r}, sample {trajectory.sample_index}: "
     params = SamplingParams.from_dict(trajectory.policy)
-    truncations = require_learnable(params, place)
+    truncations = require_learnable(params, place, rules)
     bare = np.flatnonzero((trajectory.support_sizes == 0) & trajectory.drawn)
     if truncations and bare.size:
         raise ConfigError(

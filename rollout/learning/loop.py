@@ -38,6 +38,8 @@ from rollout.tokenizer import Tokenizer
 from rollout.trajectory import Trajectory
 from sampling.checkpoints import inspect_checkpoint, load_checkpoint, load_tokenizer
 from sampling.errors import PromptError
+from sampling.plugins import Plugins, load_plugins
+from sampling.plugins.contract import require_contract
 
 EVALUATION = "evaluation/"
 """Begins the ids of held-out prompts, so that they and prompts of training never share a key."""
@@ -71,14 +73,17 @@ def train_run(
     """
     progress = progress or ProgressReporter(quiet=True)
     chaos = Chaos.of(chaos)
+    plugins = load_plugins(config.plugins)
+    config = config.model_copy(update={"plugins": plugins.refs})  # with their versions, for the folder to keep
     with (
         before_writes(chaos.before_write),
         TrainFolder.open(out_dir, config, accept_changes=accept_changes) as folder,
     ):
         reward = reward_from_config(config.reward)
         info = inspect_checkpoint(config.model.checkpoint)
+        require_contract(plugins, info.config.vocab_size)
         tokenizer = Tokenizer(load_tokenizer(info))
-        _require_trainable(config, tokenizer, reward)
+        _require_trainable(config, tokenizer, reward, plugins)
         learner = Learner(
             load_checkpoint(config.model.checkpoint),  # which the learner copies, and nobody keeps
             config.learner,
@@ -250,7 +255,7 @@ class _Loop:
     def _learn(self, rows: list[Trajectory]) -> tuple[StepMetrics, dict[str, Any] | None, float]:
         """In the learner's thread: metrics, new weights if there are any, and seconds."""
         began, version = time.monotonic(), self._learner.version
-        metrics = self._learner.step(TrainBatch.of(rows))
+        metrics = self._learner.step(TrainBatch.of(rows, self._config.rules))
         changed = self._learner.version != version
         return metrics, self._learner.params(np.float32) if changed else None, time.monotonic() - began
 
@@ -277,11 +282,12 @@ class _Loop:
             self._checkpoints.save(self._learnt, self._learner.state, notes)
 
 
-def _require_trainable(config: TrainConfig, tokenizer: Tokenizer, reward: Reward | None) -> None:
+def _require_trainable(config: TrainConfig, tokenizer: Tokenizer, reward: Reward | None, plugins: Plugins) -> None:
     """Reads all prompts once, so that a bad one costs seconds before the run and not hours into it."""
     for prompt in read_prompts(config.prompts):
         params = prompt.params(config.sampling)
-        require_learnable(params, f"{prompt.place}: ")
+        require_learnable(params, f"{prompt.place}: ", config.rules)
+        plugins.resolved(params, f"{prompt.place}: sampling")
         if params.n != config.sampling.n:
             raise PromptError(
                 f"{prompt.place}: n: expected {config.sampling.n}, sampling.n of the run, got {params.n}; groups of one"
@@ -290,6 +296,7 @@ def _require_trainable(config: TrainConfig, tokenizer: Tokenizer, reward: Reward
         _require_room(prompt, tokenizer, config.geometry.cache_len)
         require_scorable(reward, prompt)
     if config.evaluation:
+        plugins.resolved(config.evaluation_sampling, "evaluation.sampling")
         for prompt in read_prompts(config.evaluation.prompts):
             _require_room(prompt, tokenizer, config.geometry.cache_len)
             require_scorable(reward, prompt)

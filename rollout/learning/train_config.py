@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollout.config import GeometryField, ModelConfig, RewardField, SamplingField, Section, WorkersConfig
+from rollout.config import GeometryField, ModelConfig, PluginsField, RewardField, SamplingField, Section, WorkersConfig
 from rollout.config_file import overridden_keys, read_values, validated
 from rollout.learning.batches import require_learnable
 from rollout.learning.config import AlgorithmSection, LearnerSection
@@ -16,9 +16,10 @@ from rollout.rewards import NO_REWARD, REWARD_TIMEOUT_S
 from rollout.sources import Source
 from sampling.errors import ConfigError
 from sampling.params import SamplingParams
+from sampling.plugins import PluginRefs
 from sampling.types import Geometry
 
-IDENTITY = ("model", "prompts", "geometry", "sampling", "reward", "seed", "learner", "algorithm", "train", "evaluation")
+IDENTITY = tuple("model prompts geometry plugins sampling reward seed learner algorithm train evaluation".split())
 """Sections that determine what is learnt. They may change on the way where that is accepted, and is then recorded."""
 
 FREE = (("train", "steps"), ("train", "save_every"), ("train", "keep_checkpoints"))
@@ -72,6 +73,7 @@ class TrainConfig(Section):
     Attributes:
         model, prompts, geometry, sampling, workers, seed: as in RunConfig. The prompts are gone through as often as
             needed, with other samples each time.
+        plugins: as in RunConfig. What is learnt from may name stopping rules alone, an evaluation transforms as well.
         reward: name of the scorer, or `package.module:name` of one's own.
         reward_timeout_s, reward_workers: as in RunConfig.
         learner, algorithm, train: how weights change, what is learnt, and in which order.
@@ -81,6 +83,7 @@ class TrainConfig(Section):
     model: ModelConfig
     prompts: Source
     geometry: GeometryField = Geometry()
+    plugins: PluginsField = PluginRefs()
     sampling: SamplingField = SamplingParams()
     reward: RewardField
     reward_timeout_s: float = Field(default=REWARD_TIMEOUT_S, gt=0)
@@ -94,7 +97,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        require_learnable(self.sampling)
+        require_learnable(self.sampling, rules=self.rules)
         if self.reward == NO_REWARD:
             raise ConfigError(f"reward: expected a scorer to learn from, got {NO_REWARD!r}")
         if self.algorithm.advantages == "group" and self.sampling.n < 2:
@@ -110,6 +113,11 @@ class TrainConfig(Section):
                 " set learner.dtype to 'bfloat16', or model.dtype to 'float32'"
             )
         return self
+
+    @property
+    def rules(self) -> frozenset[str]:
+        """Names of the plugins that end rows."""
+        return frozenset(ref.name for ref in self.plugins.stopping)
 
     @property
     def evaluation_sampling(self) -> SamplingParams:

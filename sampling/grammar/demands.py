@@ -8,12 +8,13 @@ import numpy as np
 
 from sampling.errors import ConfigError
 from sampling.grammar.byte_automaton import NO_STATE, ByteAutomaton
+from sampling.grammar.stepped import Followed
 from sampling.grammar.token_automaton import TokenAutomaton
 from sampling.param_checks import short
 from sampling.params import SamplingParams
 
 
-def refuse_contradictions(params: SamplingParams, automaton: TokenAutomaton, prompt_len: int, where: str) -> None:
+def refuse_contradictions(params: SamplingParams, automaton: Followed, prompt_len: int, where: str) -> None:
     """Refuses parameters under which no completion could be whole, or that could never matter.
 
     Args:
@@ -36,6 +37,8 @@ def refuse_contradictions(params: SamplingParams, automaton: TokenAutomaton, pro
     waits = params.grammar_end == "eos"
     if waits and not params.eos_token_ids:
         refuse("grammar_end", "the row waits for an end-of-sequence id, and there is none")
+    if not isinstance(automaton, TokenAutomaton):
+        return  # a matcher knows nothing of texts but what may follow
     shortest, longest = automaton.shortest + waits, automaton.longest
     if shortest > params.max_new_tokens:
         refuse("max_new_tokens", f"its shortest text takes {shortest} tokens")

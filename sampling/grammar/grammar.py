@@ -1,4 +1,4 @@
-"""Grammar: what a row's text has to be, as the user wrote it: a regular expression, a JSON schema or some choices."""
+"""Grammar: what a row's text has to be, as the user wrote it."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class GrammarKind(enum.StrEnum):
     """A JSON schema as JSON text."""
     CHOICES = "choices"
     """A JSON list of texts, one of which is written."""
+    LARK = "lark"
+    """A context-free grammar in the syntax of llguidance, which is close to Lark's."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,16 @@ class Grammar:
 
     Attributes:
         kind: how to read the source.
-        source: the pattern, the schema or the choices.
+        source: the pattern, the schema, the choices or the rules.
+        stepped: followed by a matcher on the host (sampling.grammar.stepped) instead of by tables.
     """
 
     kind: GrammarKind
     source: str
+    stepped: bool = False
 
     def digest(self) -> str:
-        """SHA-256, in hex, of the grammar and of the version of what it means."""
+        """SHA-256, in hex, of a grammar for tables and of the version of what it means."""
         return hashlib.sha256(f"{GRAMMAR_VERSION}\n{self.kind}\n{self.source}".encode()).hexdigest()
 
     def byte_automaton(self, where: str = "") -> ByteAutomaton:
@@ -71,3 +75,5 @@ class Grammar:
                 return json_schema_node(json.loads(self.source), where)
             case GrammarKind.CHOICES:
                 return either(*map(literal, json.loads(self.source)))
+            case GrammarKind.LARK:
+                raise ConfigError(f"{where}: no table can follow a context-free grammar; set grammar_mode to 'host'")

@@ -41,6 +41,8 @@ _KNOWN = _SAYS_NOTHING.union(["type"], _ALONE, *_OF_TYPE.values())
 
 _DEEP = "a value of any depth is beyond a token automaton"
 
+_SLOWER = "or set grammar_mode to 'host', which follows any depth, more slowly"
+
 
 def json_schema_node(schema: Any, where: str) -> Node:
     """The texts that a schema allows.
@@ -65,7 +67,7 @@ class _Schema:
         if schema is False:
             return either()
         if not isinstance(schema, Mapping):
-            raise self._error(path, f"{_DEEP}, so a schema has to name its type, got {short(schema)}")
+            raise self._error(path, f"{_DEEP}, so a schema has to name its type, got {short(schema)}; {_SLOWER}")
         for keyword in schema:
             if keyword not in _KNOWN:
                 raise self._error(path, f"the keyword {keyword!r} is not supported; {self._hint(keyword)}")
@@ -94,7 +96,9 @@ class _Schema:
             found = [name for name, keywords in _OF_TYPE.items() if any(keyword in schema for keyword in keywords)]
             found = ["number"] if found == ["integer", "number"] else found
             if len(found) != 1:
-                raise self._error(path, f"{_DEEP}, so a schema has to name its type, got {short(dict(schema))}")
+                raise self._error(
+                    path, f"{_DEEP}, so a schema has to name its type, got {short(dict(schema))}; {_SLOWER}"
+                )
         types = [found] if isinstance(found, str) else self._list(found, f"{path}/type", "types")
         for name in types:
             if name not in _OF_TYPE:
@@ -128,7 +132,8 @@ class _Schema:
         if not isinstance(others, bool | Mapping):
             raise self._error(path, f"additionalProperties: expected a schema, got {short(others)}")
         if others is True and not properties:
-            raise self._error(path, f"{_DEEP}, so an object needs properties, or additionalProperties with a schema")
+            needs = "an object needs properties, or additionalProperties with a schema"
+            raise self._error(path, f"{_DEEP}, so {needs}; {_SLOWER}")
 
         close = literal("}")
         # What may follow once nothing has been written, or something. Built from the last property to the first.
@@ -231,7 +236,9 @@ class _Schema:
         if not isinstance(ref, str) or not ref.startswith("#"):
             raise self._error(path, f"$ref: expected a place in this schema such as '#/$defs/name', got {short(ref)}")
         if ref in refs:
-            raise self._error(path, f"$ref: {ref!r} refers to itself, and {_DEEP}; unfold it as deep as you need")
+            raise self._error(
+                path, f"$ref: {ref!r} refers to itself, and {_DEEP}; unfold it as deep as you need, {_SLOWER}"
+            )
         found = self._root
         for name in ref.split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")

@@ -11,6 +11,7 @@ import numpy as np
 from sampling.capacity import Capacity
 from sampling.errors import ConfigError
 from sampling.grammar.grammar import Grammar
+from sampling.grammar.stepped import Followed, SteppedGrammar
 from sampling.grammar.tables import FREE, GrammarTables, sizes
 from sampling.grammar.token_automaton import TokenAutomaton
 from sampling.models.mesh import ModelMesh, placed
@@ -36,8 +37,8 @@ class GrammarShelf:
         self._first: dict[Grammar, int] = {}
         self.rearrange(capacity)
 
-    def take(self, grammar: Grammar | None, automaton: TokenAutomaton | None, capacity: Capacity) -> Capacity | None:
-        """Counts one more use of a grammar, and puts it behind the others if there is room.
+    def take(self, grammar: Grammar | None, automaton: Followed | None, capacity: Capacity) -> Capacity | None:
+        """Counts one more use of a grammar, and puts it behind the others if there is room; one stepped needs none.
 
         Args:
             capacity: of the tables.
@@ -47,7 +48,7 @@ class GrammarShelf:
         Raises:
             ConfigError: they need more than MOST_BYTES.
         """
-        if grammar is None or automaton is None:
+        if grammar is None or not isinstance(automaton, TokenAutomaton):
             return None
         needed = None
         if grammar not in self._first:
@@ -88,12 +89,16 @@ class GrammarShelf:
         """Nothing is in use any more."""
         self._uses.clear()
 
-    def first_state(self, grammar: Grammar | None) -> int:
+    def first_state(self, grammar: Grammar | None, automaton: Followed | None) -> int:
         """Where a row with this grammar begins; FREE without one."""
+        if isinstance(automaton, SteppedGrammar):
+            return automaton.start
         return FREE if grammar is None else self._first[grammar]
 
-    def states(self, grammar: Grammar | None, tokens: Any) -> np.ndarray:
+    def states(self, grammar: Grammar | None, automaton: Followed | None, tokens: Any) -> np.ndarray:
         """int32 [tokens + 1]: the states before the first of some tokens and after each."""
+        if isinstance(automaton, SteppedGrammar):
+            return np.array(automaton.walk(tokens)[0], np.int32)
         if grammar is None:
             return np.full(len(tokens) + 1, FREE, np.int32)
         local = np.array(self._automata[grammar].states(tokens), np.int32)

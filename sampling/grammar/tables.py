@@ -16,6 +16,10 @@ from sampling.grammar.token_automaton import TokenAutomaton
 FREE = 0
 """The state of a row without a grammar. That of a row whose tokens have left its grammar is NO_STATE."""
 
+OPEN, COMPLETE, FULL = -2, -3, -4
+"""States of a row whose grammar is stepped on the host: its text is not complete; it is, and may go on; it is, and may
+not. All that is known of such a row beyond that is its mask."""
+
 
 class GrammarTables(struct.PyTreeNode):
     """States are numbered through all grammars, from 1 on. Leaves are NumPy arrays until they are put on a device.
@@ -27,6 +31,8 @@ class GrammarTables(struct.PyTreeNode):
         grammar: int32 [states].
         accepting: bool [states].
         goes_on: bool [states], some token may follow, end-of-sequence tokens aside.
+        masks: uint32 [rows, ceil(vocab / 32)], the ids that may follow in rows that are stepped on the host, the lowest
+            id in the lowest bit; None where there are no such rows, and then it adds no leaf.
     """
 
     token_class: Any
@@ -35,6 +41,7 @@ class GrammarTables(struct.PyTreeNode):
     grammar: Any
     accepting: Any
     goes_on: Any
+    masks: Any = None
 
     @classmethod
     def empty(cls, vocab: int, grammars: int, states: int, cells: int) -> Self:
@@ -71,27 +78,49 @@ class GrammarTables(struct.PyTreeNode):
         self.accepting[states] = automaton.accepting
         self.goes_on[states] = automaton.goes_on
 
+    def of_rows(self, rows: jax.Array) -> Self:
+        """Tables for some rows alone; int32 [n]."""
+        return self if self.masks is None else self.replace(masks=self.masks[rows])
+
     def fits(self, state: jax.Array) -> jax.Array:
         """bool [rows, vocab]: which tokens may follow; of rows in a state of a grammar, int32 [rows]."""
-        state = jnp.maximum(state, 0)
-        classes = jnp.asarray(self.token_class)[jnp.asarray(self.grammar)[state]]
-        cells = jnp.asarray(self.first_cell)[state][:, None] + classes
-        return jnp.asarray(self.next_state)[cells] != NO_STATE
+        inside = jnp.maximum(state, 0)
+        classes = jnp.asarray(self.token_class)[jnp.asarray(self.grammar)[inside]]
+        cells = jnp.asarray(self.first_cell)[inside][:, None] + classes
+        fits = jnp.asarray(self.next_state)[cells] != NO_STATE
+        if self.masks is None:
+            return fits
+        bits = jnp.asarray(self.masks)[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :] & 1
+        return jnp.where((state <= OPEN)[:, None], bits.reshape(fits.shape[0], -1)[:, : fits.shape[1]] == 1, fits)
 
     def accepts(self, state: jax.Array) -> jax.Array:
         """bool [rows]: the text so far belongs to the grammar, so end-of-sequence tokens may follow."""
-        return (state > FREE) & jnp.asarray(self.accepting)[jnp.maximum(state, 0)]
+        accepts = (state > FREE) & jnp.asarray(self.accepting)[jnp.maximum(state, 0)]
+        return accepts if self.masks is None else accepts | (state <= COMPLETE)
 
     def can_go_on(self, state: jax.Array) -> jax.Array:
         """bool [rows]: another token may follow."""
-        return (state > FREE) & jnp.asarray(self.goes_on)[jnp.maximum(state, 0)]
+        goes_on = (state > FREE) & jnp.asarray(self.goes_on)[jnp.maximum(state, 0)]
+        return goes_on if self.masks is None else goes_on | (state == OPEN) | (state == COMPLETE)
 
     def step(self, state: jax.Array, tokens: jax.Array) -> jax.Array:
-        """int32 [rows]: the states after one more token each; a row without a grammar, or out of it, stays so."""
+        """int32 [rows]: the states after one more token each; a row without a grammar, or out of it, stays so.
+
+        A row that is stepped on the host is out of its grammar, or OPEN until the host knows better.
+        """
         inside = jnp.maximum(state, 0)
         classes = jnp.asarray(self.token_class)[jnp.asarray(self.grammar)[inside], tokens]
         after = jnp.asarray(self.next_state)[jnp.asarray(self.first_cell)[inside] + classes]
+        if self.masks is not None:
+            words = jnp.take_along_axis(jnp.asarray(self.masks), (tokens >> 5)[:, None], axis=1)[:, 0]
+            fits = (words >> (tokens & 31).astype(jnp.uint32) & 1) == 1
+            state = jnp.where(state <= OPEN, jnp.where(fits, OPEN, NO_STATE), state)
         return jnp.where(state > FREE, after, state)
+
+
+def no_masks(rows: int, vocab: int) -> np.ndarray:
+    """Masks for rows none of which is stepped on the host."""
+    return np.zeros((rows, -(-vocab // 32)), np.uint32)
 
 
 def sizes(automata: Iterable[TokenAutomaton]) -> tuple[int, int, int]:

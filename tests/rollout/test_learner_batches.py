@@ -97,6 +97,13 @@ def test_what_changes_no_probability_is_learnt_from():
     assert not TrainBatch.of([]).mask.any()
 
 
+def test_rules_from_outside_change_no_probability():
+    row = sample(2, params=SamplingParams(plugins={"same_token": {"times": 2, "version": "1"}, "late": {}}))
+    assert TrainBatch.of([row], rules={"late", "same_token", "other"}).mask.all()
+    with pytest.raises(ConfigError, match=r"sampling.plugins = .*same_token.*: expected its default"):
+        TrainBatch.of([row], rules={"late"})
+
+
 def test_micro_batches_have_few_shapes_and_hold_every_row_once():
     shapes = BatchShapes(rows=4, longest=100, longest_completion=90, bucket_len=8)
     rng = np.random.default_rng(0)

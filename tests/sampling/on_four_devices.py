@@ -3,21 +3,23 @@
 1. Each device holds its part of the weights and of the cache, and no more than the plan says.
 2. Scores are those of one device, within rounding.
 3. Every bit equality of one device holds among the four: a row is its own world, replays, narrow programs, weights.
-4. No sum between devices depends on the place: all sums on their way are of one number and zeros.
+4. Grammars are followed on the host as beside one device.
+5. No sum between devices depends on the place: all sums on their way are of one number and zeros.
 """
 
 import dataclasses
+import json
 import re
 
 import jax
 import numpy as np
 import pytest
 
-from sampling import Engine, Geometry, Request, SamplingParams, load_checkpoint
+from sampling import Engine, Geometry, Request, SamplingParams, StopReason, load_checkpoint
 from sampling.errors import ConfigError
 from sampling.explain import explain
 from tests.sampling.test_engine import MIXED, assert_same_bits, prompt, rows
-from tests.tiny_models import tiny_llama, tiny_qwen2
+from tests.tiny_models import EOS_ID, tiny_llama, tiny_qwen2
 
 GEOMETRY = Geometry(slots=12, cache_len=48, prefill_rows=2, prefill_chunk=32)
 MODELS = {  # heads, an untied head; biases, a tied head, a vocabulary of which no fourth is whole
@@ -157,6 +159,41 @@ def test_other_weights_and_larger_policies_and_an_abort(checkpoint, engine, draw
     engine.step()
     engine.abort()
     assert_same_bits(drawn, rows(engine.generate(requests())))
+
+
+def test_grammars_that_are_stepped_on_the_host(engine):
+    stepped = [
+        SamplingParams(lark='start: "(" start ")" | "é"', max_new_tokens=20, grammar_mode="host"),
+        SamplingParams(json_schema={"type": "array"}, max_new_tokens=20, grammar_mode="host", temperature=0.7),
+    ]
+    policies = [*stepped, POLICIES[-1], SamplingParams(max_new_tokens=12)]
+    work = [Request(f"p{i}", prompt(i), params.replace(n=2), run_seed=5) for i, params in enumerate(policies)]
+    found = rows(engine.generate(work))  # the first such row makes it grow
+    for row in found.values():
+        if row.params.grammar is None or row.stop_reason == StopReason.LENGTH:
+            continue
+        assert row.stop_reason in (StopReason.GRAMMAR_DONE, StopReason.EOS)
+        text = engine.vocabulary.text_bytes([one for one in row.completion_tokens if one != EOS_ID]).decode()
+        match row.prompt_id:
+            case "p0":
+                assert text == "(" * (len(text) // 2) + "é" + ")" * (len(text) // 2)
+            case "p1":
+                assert isinstance(json.loads(text), list)
+            case _:
+                assert text in ("yes", "yes please", "no")
+    assert sum(row.stop_reason != StopReason.LENGTH for row in found.values() if row.params.grammar) > 2
+    by_itself = {}
+    for request in work[::-1]:
+        by_itself |= rows(engine.generate([request]))
+    assert_same_bits(found, by_itself)
+    given = [
+        dataclasses.replace(request, given=tuple(found[request.prompt_id, i].completion_tokens for i in range(2)))
+        for request in work
+    ]
+    assert_same_bits(found, rows(engine.generate(given)))
+    for name, row in rows(engine.generate(dataclasses.replace(one, forward=True) for one in given)).items():
+        np.testing.assert_allclose(row.model_logprobs, found[name].model_logprobs, rtol=0, atol=1e-4)
+        assert row.left_grammar_at is None and row.stop_reason == found[name].stop_reason
 
 
 def test_a_model_that_cannot_be_cut_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Every parameter through the engine: one program for all policies, each row as if alone, growth, and ways to end."""
 
+import dataclasses
 import logging
 
 import numpy as np
@@ -10,7 +11,7 @@ from sampling.capacity import Capacity
 from sampling.errors import ConfigError
 from sampling.params import ORDERS
 from tests.sampling.test_engine import assert_same_bits, prompt, rows
-from tests.tiny_models import EOS_ID, TOKENIZER_LEN, tiny_llama
+from tests.tiny_models import EOS_ID, PAD_ID, TOKENIZER_LEN, tiny_llama
 
 GEOMETRY = Geometry(slots=8, cache_len=48, prefill_chunk=8)
 
@@ -135,6 +136,26 @@ def test_stop_ids_end_with_their_own_reason(engine):
     assert stopped.stop_reason == StopReason.STOP_TOKEN
     assert stopped.completion_tokens[-1] == token and token not in stopped.completion_tokens[:-1]
     assert len(stopped.behaviour_logprobs) == len(stopped.completion_tokens)
+
+
+def test_control_tokens_are_not_drawn_unless_asked_for(engine):
+    eager = SamplingParams(max_new_tokens=12, n=8, logit_bias={0: 9.0, 1: 9.0, PAD_ID: 9.0})
+    masked = eager.replace(suppress_control_tokens=True)
+    assert {0, 1, PAD_ID} <= drawn_ids(engine, eager)
+    assert drawn_ids(engine, masked) & {0, 1, PAD_ID} == set()
+    assert drawn_ids(engine, masked.replace(stop_token_ids=[1])) & {0, 1, PAD_ID} == {1}
+    assert EOS_ID in drawn_ids(engine, masked.replace(logit_bias={EOS_ID: 9.0}))
+    assert EOS_ID not in drawn_ids(engine, masked.replace(logit_bias={EOS_ID: 9.0}, ignore_eos=True))
+    request = Request("p", prompt(1, 10), masked)
+    found = rows(engine.generate([request]))
+    (resolved,) = {row.params for row in found.values()}
+    assert resolved.suppress_control_tokens and resolved.suppress_tokens == (0, 1, PAD_ID)
+    assert_same_bits(rows(engine.generate([dataclasses.replace(request, params=resolved)])), found)
+
+
+def drawn_ids(engine, params):
+    found = rows(engine.generate([Request("p", prompt(1, 10), params)])).values()
+    return set(np.concatenate([row.completion_tokens for row in found]).tolist())
 
 
 def test_every_end_leaves_arrays_of_one_length(engine):

@@ -159,6 +159,20 @@ def test_bad_words_as_text_cover_the_form_after_a_space():
         resolved(SamplingParams(bad_words=["ab"]))
 
 
+def test_control_tokens_are_suppressed_unless_asked_for():
+    control = (0, 1, 2, 3, 4, 5, 6)
+    params = SamplingParams(suppress_control_tokens=True, suppress_tokens=[9], stop_token_ids=[3], forced_eos=4)
+    known = resolved(params, (2,), control=control)
+    assert known.suppress_tokens == (0, 1, 5, 6, 9) and resolved(known, (2,), control=control) == known
+    assert resolved(params.replace(ignore_eos=True), (2,), control=control).suppress_tokens == (0, 1, 2, 5, 6, 9)
+    thinking = params.replace(thinking_budget=3, thinking_start=[0, 20], thinking_end="</think>")
+    marked = resolved(thinking, (2,), encode=lambda text: [5, 6], control=control)
+    assert marked.suppress_tokens == (1, 9)
+    assert resolved(SamplingParams(suppress_tokens=[9]), (2,), control=control).suppress_tokens == (9,)
+    with pytest.raises(ConfigError, match="suppress_control_tokens: there is no tokenizer to tell them"):
+        resolved(params, (2,))
+
+
 def test_all_policies_of_a_capacity_stack():
     rows = stack([lower(SamplingParams(temperature=t)) for t in (0, 0.5, 1)])
     assert rows.transforms["temperature"].value.tolist() == [1.0, 0.5, 1.0]
