@@ -6,13 +6,13 @@ import dataclasses
 import hashlib
 import json
 import os
-import platform
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import jax
 
+from sampling import native
+from sampling.processor import instruction_set
 from sampling.types import Geometry
 
 NUMERICS_VERSION = 9
@@ -41,22 +41,12 @@ def numerics_fingerprint(geometry: Geometry, dtype: str, num_devices: int = 1) -
     }
     if facts["platform"] == "cpu":
         # XLA compiles for the processor at hand and divides work among a fixed number of threads.
-        facts["cpu"] = _cpu_digest()
+        facts["cpu"] = instruction_set()
         facts["threads"] = int(os.environ.get("NPROC") or len(os.sched_getaffinity(0)))
+        facts["native"] = native.registered() if (dtype, num_devices) == native.TAKES else ""
     return facts
 
 
 def fingerprint_digest(facts: dict[str, Any]) -> str:
     """A short name for a fingerprint: 16 hex digits."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _cpu_digest() -> str:
-    """Names the instruction set: machine type and, where the system tells, the processor's feature flags."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
-    flags = next(
-        (line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))),
-        [],
-    )
-    digest = hashlib.sha256(" ".join(sorted(flags)).encode()).hexdigest()[:8]
-    return f"{platform.machine()}-{digest}"

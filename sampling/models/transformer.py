@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
+from sampling import native
 from sampling.models.attention import attend, attend_cached, visible_keys
 from sampling.models.config import ModelConfig
 from sampling.models.kv_cache import KVCache
@@ -191,7 +192,10 @@ class Attention(nn.Module):
         else:
             own = jnp.arange(rows, dtype=jnp.int32) if cache_rows is None else cache_rows
             keys, values = cache.write(index, own, positions, key, value)
-            mixed = attend_cached(query, keys, values, positions, window, cache_rows)
+            if self.mesh is None and native.serves(query, keys):
+                mixed = native.attend(query, keys, values, positions, window, own)
+            else:
+                mixed = attend_cached(query, keys, values, positions, window, cache_rows)
         mixed = mixed.reshape(rows * chunk, config.heads * config.head_dim).T
         kernel = (config.width, config.heads * config.head_dim)
         return _project(self, "o", mixed.astype(self.dtype), kernel, config.o_bias), (keys, values)
