@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from sampling.extremes import row_max
+
 BLOCK = 256
 """Token ids per block of the two-level cumulative mass; part of the numerics of a draw."""
 
@@ -36,7 +38,7 @@ class Masses(struct.PyTreeNode):
     @classmethod
     def of(cls, scores: jax.Array) -> Masses:
         """Of scores float32 [rows, vocab], a removed token at -inf."""
-        best = jnp.max(scores, axis=-1)
+        best = row_max(scores)
         defined = jnp.isfinite(best)
         best = jnp.where(defined, best, 0.0)
         blocks = sum_blocks(jnp.exp(scores - best[:, None]))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sampling.extremes import row_min
 from sampling.pytrees import Node
 from sampling.state import StepState
 from sampling.transforms.base import FILTER, RowwiseTransform
@@ -56,7 +57,7 @@ def cut_at(score: jax.Array) -> Cut:
 
 def cut_below(logits: jax.Array, kept: jax.Array) -> Cut:
     """The cut that keeps the tokens in `kept`, bool [rows, vocab]: with each also all of better or equal score."""
-    return cut_at(jnp.min(jnp.where(kept, logits, jnp.inf), axis=-1))
+    return cut_at(row_min(jnp.where(kept, logits, jnp.inf)))
 
 
 def cut_among_ties(logits: jax.Array, score: jax.Array, kept: Callable[[jax.Array, jax.Array], jax.Array]) -> Cut:

@@ -13,6 +13,7 @@ import numpy as np
 from flax import struct
 from jax.typing import ArrayLike
 
+from sampling.extremes import row_max
 from sampling.pytrees import Node
 from sampling.state import StepState
 from sampling.transforms.base import FILTER, RowwiseTransform, per_row
@@ -129,7 +130,7 @@ class TopH(CutFilter):
         score = jnp.min(jnp.where(selected, head, jnp.inf), axis=-1)
         kept_ties = jnp.sum(selected & (head == score[:, None]), axis=-1, keepdims=True)
         # A NaN with its sign bit set sorts last and would leave the head unseen: the row passes through undefined.
-        score = jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), score, FILTER)
+        score = jnp.where(jnp.isfinite(row_max(logits)), score, FILTER)
         return cut_among_ties(logits, score, lambda rank, _: rank <= kept_ties)
 
 
@@ -149,5 +150,5 @@ def _categorical_entropy(logits: jax.Array, probs: jax.Array) -> jax.Array:
 
 
 def _cut_improbable(logits: jax.Array, probs: jax.Array, threshold: jax.Array) -> Cut:
-    best = jnp.max(logits, axis=-1, keepdims=True)
+    best = row_max(logits)[:, None]
     return cut_below(logits, ~((probs < threshold) & (logits < best)))

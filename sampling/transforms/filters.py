@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from sampling.extremes import row_max
 from sampling.state import StepState
 from sampling.transforms.base import per_row
 from sampling.transforms.cuts import Cut, CutFilter, cut_among_ties, cut_at, cut_below
@@ -83,5 +84,5 @@ class MinP(CutFilter):
 
 def relative_mass(logits: jax.Array) -> jax.Array:
     """Probability relative to the best token's: float32 [rows, vocab] in [0, 1]; NaN where a row is undefined."""
-    best = jnp.max(logits, axis=-1, keepdims=True)
+    best = row_max(logits)[:, None]
     return jnp.exp(logits - jnp.where(jnp.isneginf(best), 0.0, best))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from sampling.extremes import row_max
 from sampling.pytrees import Node
 from sampling.state import StepState
 from sampling.transforms.base import RowwiseTransform, Transform, per_row
@@ -40,7 +41,7 @@ class LogTotal(Node):
     @classmethod
     def of(cls, logits: jax.Array) -> LogTotal:
         """Of scores [rows, vocab]."""
-        best = jnp.max(logits, axis=-1)
+        best = row_max(logits)
         shifted = jnp.exp(logits - jax.lax.stop_gradient(best)[:, None])
         return cls(jax.lax.stop_gradient(best), jnp.log(jnp.sum(shifted, axis=-1)))
 

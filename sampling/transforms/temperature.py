@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from sampling.extremes import row_max
 from sampling.state import NO_TOKEN, StepState
 from sampling.transforms.base import FILTER, RowwiseTransform
 
@@ -48,7 +49,7 @@ class Greedy(RowwiseTransform):
 
     def summary(self, state: StepState, logits: jax.Array) -> jax.Array:
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        defined = jnp.isfinite(jnp.max(logits, axis=-1))
+        defined = jnp.isfinite(row_max(logits))
         return jnp.where(defined & jnp.asarray(self.enabled), best, NO_TOKEN)
 
     def idle(self) -> Any:
