@@ -3,7 +3,7 @@
 from actors.chaos import Chaos, Fault
 from actors.messages import GroupFailure, GroupResult, Outcome, Publication, WorkerDescription
 from actors.pool import WorkerPool
-from actors.spec import Deadlines, Placement, RetryPolicy, WorkerSpec
+from actors.spec import Deadlines, Placement, RetryPolicy, TpuSlice, WorkerSpec
 
 __all__ = [
     "Chaos",
@@ -15,6 +15,7 @@ __all__ = [
     "Placement",
     "Publication",
     "RetryPolicy",
+    "TpuSlice",
     "WorkerDescription",
     "WorkerPool",
     "WorkerSpec",

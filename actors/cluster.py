@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 
+from actors.slices import HOST_ENVIRONMENT, require_slice, slice_hosts
 from actors.spec import Placement
 from sampling.errors import ConfigError
 from sampling.plugins import PluginRefs
@@ -48,15 +49,21 @@ def connected(address: str | None, placement: Placement, plugins: PluginRefs | N
     Yields:
         The plugins as workers load them.
     Raises:
-        ConfigError: no cluster answers at the address, or a private one would lack GPUs or TPUs.
+        ConfigError: no cluster answers at the address, a private one would lack GPUs or TPUs, or the workers are not
+            as many as the hosts of their slice.
     """
     plugins = plugins or PluginRefs()
+    require_slice(placement)
     if ray.is_initialized():
         yield plugins
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     address = address or os.environ.get("RAY_ADDRESS")
+    if placement.tpu_slice and not address:
+        raise ConfigError(
+            f"address: expected that of a Ray cluster with {placement.tpu_slice}, got none; one machine is no slice"
+        )
     try:
         with _signals_held():
             if address:
@@ -131,10 +138,11 @@ def _require_devices(placement: Placement) -> None:
 
 def worker_options(placement: Placement, plugins: PluginRefs | None = None) -> dict[str, Any]:
     """Options of a worker's actor. Ray restarts nothing by itself: retries are the pool's, in one place."""
+    tpus = slice_hosts(placement.tpu_slice)[1] if placement.tpu_slice else placement.tpus
     return {
         "num_cpus": placement.cpus,
         "num_gpus": placement.gpus,
-        "resources": {"TPU": placement.tpus} if placement.tpus else {},
+        "resources": {"TPU": tpus} if tpus else {},
         "max_restarts": 0,
         "max_task_retries": 0,
         "runtime_env": _runtime_env(placement, plugins or PluginRefs()),
@@ -143,7 +151,7 @@ def worker_options(placement: Placement, plugins: PluginRefs | None = None) -> d
 
 def worker_environment(placement: Placement) -> dict[str, str]:
     """Environment variables of a worker's process; JAX reads them before it opens a device."""
-    platforms = "cuda,cpu" if placement.gpus else "tpu,cpu" if placement.tpus else "cpu"
+    platforms = "cuda,cpu" if placement.gpus else "tpu,cpu" if placement.tpus or placement.tpu_slice else "cpu"
     cache = Path("~/.cache/rollout-sampling/jax").expanduser()
     defaults = {
         "JAX_COMPILATION_CACHE_DIR": str(cache),
@@ -158,6 +166,7 @@ def worker_environment(placement: Placement) -> dict[str, str]:
         }
     return {
         **memory,
+        **(HOST_ENVIRONMENT if placement.tpu_slice else {}),
         **{name: os.environ.get(name, value) for name, value in defaults.items()},
         "JAX_PLATFORMS": platforms,
         # XLA sizes its CPU thread pool by NPROC, and by the machine where it is not set. With one thread sums

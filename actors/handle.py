@@ -28,6 +28,7 @@ class WorkerHandle:
 
     Attributes:
         name: of the worker and its replacements.
+        index: which worker it is, from 0; on a TPU slice that of its host.
         restarts: in a row, without a finished group in between.
         answered: groups, by its predecessors too.
         lost: whether it had a predecessor.
@@ -43,6 +44,7 @@ class WorkerHandle:
     """
 
     name: str
+    index: int
     restarts: int = 0
     answered: int = 0
     lost: bool = False

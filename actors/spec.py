@@ -32,6 +32,27 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True)
+class TpuSlice:
+    """A slice of several TPU hosts, named as Ray and Google Cloud name it.
+
+    Attributes:
+        topology: chips along each of its axes, such as "2x2x2".
+        version: of the TPUs, such as "v4" or "v5litepod".
+    """
+
+    topology: str
+    version: str
+
+    def __post_init__(self) -> None:
+        for name in ("topology", "version"):
+            value = getattr(self, name)
+            _require(isinstance(value, str) and bool(value), f"tpu_slice.{name}", "text", value)
+
+    def __str__(self) -> str:
+        return f"a slice {self.topology} of TPU {self.version}"
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where workers run. A worker is one process with one JAX runtime and its own copy of the weights.
 
@@ -41,10 +62,11 @@ class Placement:
         gpus: GPUs for each; a worker without GPUs and TPUs never opens one. With less than 1 several processes share a
             GPU, and each takes that share of nine tenths of its memory, where XLA by itself would take three quarters.
         tpus: TPU chips for each: 1, 2, 4 or 8 of one host.
+        tpu_slice: a slice of several hosts that the pool reserves: one worker for each, with all its chips.
         threads: threads of XLA's CPU kernels in each. The bits of a sum depend on it, so it belongs to the
             geometry: keep it the same whatever the number of workers.
     Raises:
-        ConfigError: a value is out of range, or GPUs and TPUs are asked for together.
+        ConfigError: a value is out of range, or two of GPUs, TPUs and a slice are asked for together.
     """
 
     num_workers: int = 1
@@ -52,6 +74,7 @@ class Placement:
     gpus: float = 0
     tpus: int = 0
     threads: int = 2
+    tpu_slice: TpuSlice | None = None
 
     def __post_init__(self) -> None:
         _whole(self.num_workers, "placement.num_workers", 1)
@@ -62,6 +85,14 @@ class Placement:
             _require(_is_number(value) and value >= 0, f"placement.{name}", "a finite number >= 0", value)
         if self.gpus and self.tpus:
             raise ConfigError(f"placement: expected GPUs or TPUs, got {self.gpus} GPUs and {self.tpus} TPU chips")
+        if self.tpu_slice is None:
+            return
+        _require(isinstance(self.tpu_slice, TpuSlice), "placement.tpu_slice", "TpuSlice(...)", self.tpu_slice)
+        if self.gpus or self.tpus:
+            raise ConfigError(
+                f"placement: expected no GPUs and TPUs beside tpu_slice, whose workers have all chips of their hosts,"
+                f" got {self.gpus} GPUs and {self.tpus} TPU chips"
+            )
 
 
 @dataclass(frozen=True)

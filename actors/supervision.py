@@ -24,6 +24,7 @@ from actors.cluster import worker_options
 from actors.dispatch import Loss
 from actors.handle import WorkerHandle
 from actors.messages import NO_WORK, Answer, Report, Shipment, Staged, WorkerDescription, add_stats
+from actors.slices import ReservedSlice
 from actors.spec import Deadlines, Placement, RetryPolicy, WorkerSpec
 from actors.worker import CONTROL, WEIGHTS, SamplingWorker
 from sampling.engine import EngineStats
@@ -84,7 +85,8 @@ class Crew:
         self._actor_class = remote(concurrency_groups={CONTROL: 1, WEIGHTS: 1}, **options)(
             chaos.worker_class(SamplingWorker)
         )
-        self._workers = [WorkerHandle(f"worker-{index}") for index in range(placement.num_workers)]
+        self._workers = [WorkerHandle(f"worker-{index}", index) for index in range(placement.num_workers)]
+        self._slice = ReservedSlice(placement, deadlines.start_s) if placement.tpu_slice else None
         self._work_of_lost = NO_WORK
         self._first_ready = 0.0
         self._losses: deque[Loss] = deque(maxlen=_LOSSES_TOLD)
@@ -128,7 +130,8 @@ class Crew:
         """What happened since the last call; waits at most so many seconds for something to happen.
 
         Raises:
-            WorkerError: the last worker was lost and its restarts are spent, or two workers disagree.
+            WorkerError: the last worker was lost and its restarts are spent, two workers disagree, or no TPU slice was
+                to be had in time.
             CheckpointError, ConfigError: what the workers are told to build cannot be built.
         """
         if not self._workers:
@@ -148,15 +151,21 @@ class Crew:
         if not self.complete and time.monotonic() - self._looked > self._deadlines.heartbeat_s:
             self._looked = time.monotonic()
             self._require_node()
+            events += self._lose_waiting_for_slice()
         return events
 
     def shutdown(self) -> None:
-        """Ends every worker's process."""
+        """Ends every worker's process, and gives back what was reserved for them."""
         for worker in self._workers:
             worker.kill()
+        if self._slice:
+            self._slice.give_back()
 
     def _launch(self, worker: WorkerHandle) -> None:
-        worker.actor = self._actor_class.remote(worker.name, self._spec)
+        actor_class = self._actor_class
+        if self._slice:
+            actor_class = actor_class.options(scheduling_strategy=self._slice.strategy(worker.index))
+        worker.actor = actor_class.remote(worker.name, self._spec)
         worker.started = time.monotonic()
         worker.starting = worker.actor.start.remote()
 
@@ -235,7 +244,7 @@ class Crew:
         now, deadlines = time.monotonic(), self._deadlines
         if not worker.description:
             late = now - worker.started > deadlines.start_s
-            return f"it was not ready within {deadlines.start_s:g} s{self._room()}" if late else None
+            return f"it was not ready within {deadlines.start_s:g} s{self._room(worker)}" if late else None
         if worker.ping and now - max(worker.pinged, worker.heard) > deadlines.heartbeat_s:
             return f"it answered nothing for {deadlines.heartbeat_s:g} s; its process hangs"
         if worker.asked is not None and now - worker.asked_at > deadlines.publish_s:
@@ -277,6 +286,13 @@ class Crew:
                 f" start again.{self._story()}"
             )
 
+    def _lose_waiting_for_slice(self) -> list[Event]:
+        """Workers that wait for their hosts wait in vain when all of these are gone; another slice may be there."""
+        if not self._slice or not self._slice.gone:
+            return []
+        waiting = [worker for worker in self._workers if worker.actor is not None and not worker.description]
+        return [event for worker in waiting for event in self.lose(worker, TimeoutError("its TPU slice is gone"))]
+
     def _nobody_left(self) -> WorkerError:
         return WorkerError(
             f"no worker is left; the limit of {self._retry.max_worker_restarts} restarts in a row"
@@ -286,8 +302,10 @@ class Crew:
     def _story(self) -> str:
         return "\n".join([" The last losses:", *(loss.message for loss in self._losses)])
 
-    def _room(self) -> str:
+    def _room(self, worker: WorkerHandle) -> str:
         """What a worker asks of Ray beside what is free."""
+        if self._slice:
+            return self._slice.room(worker.index)
         place, free = self._placement, ray.available_resources()
         asked = {"CPU": place.cpus, "GPU": place.gpus, "TPU": place.tpus}
         return "; free of what it asks for: " + ", ".join(

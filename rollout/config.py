@@ -45,6 +45,18 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
+class TpuSliceConfig(Section):
+    """A TPU slice of several hosts.
+
+    Attributes:
+        topology: chips along each of its axes, such as "2x2x2".
+        version: of the TPUs, such as "v4" or "v5litepod".
+    """
+
+    topology: str = Field(min_length=1)
+    version: str = Field(min_length=1)
+
+
 class WorkersConfig(Section):
     """Where the sampling runs. None of it changes what is sampled, `threads` excepted.
 
@@ -53,6 +65,7 @@ class WorkersConfig(Section):
         cpus: processors that the scheduler sets aside per worker.
         gpus: GPUs per worker; a share below 1 is also one of the GPU's memory.
         tpus: TPU chips per worker.
+        tpu_slice: a TPU slice of several hosts, which is reserved for the run; `count` is the number of its hosts.
         threads: threads of one worker's CPU kernels. The bits of a sum depend on it, hence a fixed number and
             not the machine's.
         group_deadline_s: seconds that one group may take before its worker is given up.
@@ -67,6 +80,7 @@ class WorkersConfig(Section):
     cpus: float = Field(default=1, ge=0)
     gpus: float = Field(default=0, ge=0)
     tpus: int = Field(default=0, ge=0)
+    tpu_slice: TpuSliceConfig | None = None
     threads: int = Field(default=2, ge=1)
     group_deadline_s: float = Field(default=600, gt=0)
     heartbeat_s: float = Field(default=20, gt=0)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors import Chaos, Deadlines, Placement, RetryPolicy, WorkerPool, WorkerSpec
+from actors import Chaos, Deadlines, Placement, RetryPolicy, TpuSlice, WorkerPool, WorkerSpec
 from rollout.atomic import before_writes
 from rollout.canary import Canary
-from rollout.config import RunConfig
+from rollout.config import RunConfig, WorkersConfig
 from rollout.groups import GroupSampler
 from rollout.learning.train_config import TrainConfig
 from rollout.progress import Progress, ProgressReporter
@@ -146,6 +146,12 @@ def _count(
     return _Census(count, rows)
 
 
+def placement_of(workers: WorkersConfig) -> Placement:
+    """Where a config's workers run."""
+    tpu_slice = TpuSlice(workers.tpu_slice.topology, workers.tpu_slice.version) if workers.tpu_slice else None
+    return Placement(workers.count, workers.cpus, workers.gpus, int(workers.tpus), workers.threads, tpu_slice)
+
+
 def worker_pool(
     config: RunConfig | ScoreConfig | TrainConfig, address: str | None, chaos: Chaos | None = None
 ) -> WorkerPool:
@@ -153,7 +159,7 @@ def worker_pool(
     workers = config.workers
     return WorkerPool(
         WorkerSpec(config.model.checkpoint, config.geometry, config.model.dtype, config.plugins),
-        Placement(workers.count, workers.cpus, workers.gpus, int(workers.tpus), workers.threads),
+        placement_of(workers),
         Deadlines(workers.start_deadline_s, workers.group_deadline_s, workers.heartbeat_s),
         RetryPolicy(workers.max_group_attempts, workers.max_worker_restarts),
         address=address,

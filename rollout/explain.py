@@ -18,11 +18,11 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.dataset
 
-from actors import Placement
 from actors.cluster import match_worker
 from rollout.codec import from_table
 from rollout.comparison import CHAIN_BOUND, OTHER_NUMERICS_BOUND
 from rollout.config_file import load_config
+from rollout.driver import placement_of
 from rollout.json_values import shown
 from rollout.manifest import Shard, read_manifest
 from rollout.progress import ProgressReporter
@@ -115,8 +115,7 @@ class RunExplainer:
 
     def match_workers(self) -> None:
         """Gives this process the bits and the compiled programs of the run's workers; see `match_worker`."""
-        workers = self._config.workers
-        match_worker(Placement(gpus=workers.gpus, tpus=int(workers.tpus), threads=workers.threads))
+        match_worker(placement_of(self._config.workers))
 
     def explain(self, prompt_id: str, sample_index: int, place: int, top: int = 5) -> TokenReport:
         """Goes once more through the step that drew a token. The engine decodes as many steps as there are before it.

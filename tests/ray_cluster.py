@@ -35,10 +35,20 @@ class RayCluster:
 
     def restart(self) -> None:
         """Kills every process of the cluster and starts another one."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(b"restart\n")
-        self._process.stdin.flush()
-        self.address = self._answer()
+        self._order("restart")
+
+    def add_host(self, slice_name: str, host: int, path: Path | str = "") -> None:
+        """Adds a node that takes itself for a host of a TPU slice: 2x2x2 of v4, two hosts of four chips.
+
+        Args:
+            slice_name, host: what it takes itself for.
+            path: where its Python looks for modules before anywhere else.
+        """
+        self._order(f"add {slice_name} {host} {path}")
+
+    def remove_host(self, slice_name: str, host: int) -> None:
+        """Kills such a node."""
+        self._order(f"remove {slice_name} {host}")
 
     def working(self) -> list[int]:
         """Process ids of the workers that have started, on all nodes."""
@@ -53,6 +63,12 @@ class RayCluster:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(START_S)
+
+    def _order(self, order: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{order}\n".encode())
+        self._process.stdin.flush()
+        self.address = self._answer()
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
