@@ -299,6 +299,18 @@ def test_contradictions_that_nobody_foresees_end_a_row_by_name(engine, fields, r
         assert engine.vocabulary.text_bytes(row.completion_tokens).decode() == written
 
 
+def test_a_matcher_that_gives_up_ends_its_row_by_name_and_no_other(engine, caplog):
+    many = range(1200)  # ways to go on after "c", more than llguidance follows at a time
+    rules = ['start: "c" one', f"one: {' | '.join(f'r{i}' for i in many)}", *(f'r{i}: "a" r{i} | "{i}"' for i in many)]
+    requests = [asked(SamplingParams(lark="\n".join(rules), grammar_mode="host", max_new_tokens=9)), asked(ALL[-3], 1)]
+    with caplog.at_level(logging.WARNING, "sampling"):
+        found = rows(engine.generate(requests))
+    assert found["g0", 0].stop_reason == StopReason.CONSTRAINT_DEAD_END
+    assert engine.vocabulary.text_bytes(found["g0", 0].completion_tokens) == b"c"
+    assert "prompt 'g0': the grammar's matcher gives up: " in caplog.text and "items" in caplog.text
+    assert_same_bits(rows(engine.generate(requests[1:])), {("g1", 0): found["g1", 0]})
+
+
 def test_records_hold_the_version_of_what_followed_the_grammar(engine):
     (row,) = rows(engine.generate([asked(STEPPED[3])])).values()
     assert row.params.grammar_library == installed_library() and re.fullmatch(
